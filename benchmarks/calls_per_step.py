@@ -27,10 +27,9 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
+from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

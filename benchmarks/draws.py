@@ -1,9 +1,10 @@
 """Whether a clean check implies that a job runs: joint draws of size, inputs and arguments for many classes.
 
-    python -m benchmarks.draws [--draws 40] [--table FILE.md] [NAME...]
+    python -m benchmarks.draws [--draws 40] [--limit SECONDS] [--table FILE.md] [NAME...]
 
 Without names, all classes of which small checkpoints can be made. A draw is checked as `gfgen check` does
 (geometry, then the call on a pipeline without weights) and then runs to its frames, whatever the check said.
+Half of the pictures that a call takes have the size of the job, the others any size.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from benchmarks.small_checkpoints import save_checkpoint
+from benchmarks.small_pipelines import SIDE
 from gfgen.errors import JobError, ModelError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
@@ -33,14 +36,44 @@ from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.stepping.adapter import load_any
-from gfgen.models.stepping.check import pictures, resolved
-from gfgen.models.stepping.outlined import is_refusal, outlined_pipeline, tried
+from gfgen.models.stepping.check import pictures, resolved, with_files
+from gfgen.models.stepping.outlined import (
+    is_refusal,
+    outlined_pipeline,
+    tried,
+    usual_failure,
+    usual_jobs,
+)
 
-LIMIT_S = 180
-"""Time for one class."""
+LIMIT_S = 900
+"""Time for one class, unless `--limit` says otherwise."""
 NONE = CallSignature("", {})
 FIXED = {"use_resolution_binning": False}
 """Arguments that would make the small models draw large pictures."""
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "DiTPipeline": {"class_labels": [1]},
+    "FluxKontextInpaintPipeline": {"max_area": SIDE**2, "_auto_resize": False},
+    "FluxKontextPipeline": {"max_area": SIDE**2, "_auto_resize": False},
+    "LTXI2VLongMultiPromptPipeline": {"decode_horizontal_tiles": 1, "decode_vertical_tiles": 1},
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": {"overlap_history": 5, "base_num_frames": 9},
+    "VisualClozePipeline": {"task_prompt": "a fox", "content_prompt": "a fox"},
+    "VisualClozeGenerationPipeline": {"task_prompt": "a fox", "content_prompt": "a fox"},
+    "SanaWMPipeline": {"action": "w-8", "intrinsics": [50.0, 50.0, 32.0, 32.0]},
+}
+"""Arguments without which a class runs no job."""
+_TEXT = {"max_text_seq_length": 226}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "AuraFlowPipeline": {"transformer": {"pos_embed_max_size": 64 * 64}},
+    "CogVideoXFunControlPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
+    "CogVideoXImageToVideoPipeline": {"transformer": {**_TEXT, "in_channels": 32}},
+    "CogVideoXPipeline": {"transformer": _TEXT},
+    "CogVideoXVideoToVideoPipeline": {"transformer": _TEXT},
+    "CogView3PlusPipeline": {"transformer": {"pos_embed_max_size": 128}},
+}
+"""What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
+FRAMES = {"SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
+SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames", "files")
+PROMPTS = {"BriaFiboEditPipeline": '{"edit_instruction": "a fox"}'}
 SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")
 
 
@@ -66,18 +99,23 @@ COLUMNS = ("class", "by fields", "by its call", "call unknown", "ran", "failed, 
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
-def drawn_jobs(geometry: Any, *, num: int, seed: int = 5) -> Iterator[JobSpec]:
-    """Jobs with some of the fields and arguments that the class takes, of its types and of any size."""
+def drawn_jobs(geometry: Any, *, num: int, usual: JobSpec, folder: Path, seed: int = 5) -> Iterator[JobSpec]:
+    """Jobs with some of the fields, arguments and files that the class takes, of its types and of any size.
+
+    They have the files of the usual job, and the arguments that are fixed for the class.
+    """
     rng = random.Random(seed)
+    prompts = [PROMPTS[geometry.family]] * 2 if geometry.family in PROMPTS else ["a fox", "a fox " * 60]
     for number in range(num):
-        job = JobSpec(id=f"draw-{number}", prompt=rng.choice(["a fox", "a fox " * 60]), seed=3)
+        job = JobSpec(id=f"draw-{number}", prompt=rng.choice(prompts), seed=3)
+        job = replace(job, image=usual.image, files=usual.files)
         job, size = replace(job, steps=rng.randint(1, 3)), (rng.randint(32, 110), rng.randint(32, 110))
         if _takes(geometry, "width"):
             job = replace(job, width=size[0], height=size[1])
         if rng.random() < 0.4 and _takes(geometry, "negative_prompt"):
             job = replace(job, negative_prompt="blurry")
-        if geometry.kind == "video":
-            job = replace(job, frames=rng.randint(1, 10))
+        if (most := _fields(geometry)["frames"]) is not None:
+            job = replace(job, frames=rng.randint(1, most + 1))
         if not isinstance(geometry, PipelineGeometry):
             yield job
             continue
@@ -89,6 +127,9 @@ def drawn_jobs(geometry: Any, *, num: int, seed: int = 5) -> Iterator[JobSpec]:
             job = replace(job, sigmas=[1.0 - step / known(job.steps) for step in range(known(job.steps))])
         names = [name for name in geometry.signature.args if rng.random() < 0.3 and name not in FIXED]
         args = {name: value for name in names if (value := _drawn(rng, geometry, name)) is not None}
+        names = [name for name in geometry.signature.files if rng.random() < 0.1]
+        given = {**(usual.files or {}), **({"image": 1} if usual.image else {})}
+        job = with_files(job, [name for name in names if name not in given], folder)
         yield replace(job, args=args | _fixed(geometry) or None)
 
 
@@ -97,7 +138,36 @@ def _takes(geometry: Any, name: str) -> bool:
 
 
 def _fixed(geometry: Any) -> dict[str, Any]:
-    return {name: value for name, value in FIXED.items() if name in getattr(geometry, "signature", NONE).args}
+    taken = getattr(geometry, "signature", NONE).args
+    found: dict[str, Any] = {name: value for name, value in FIXED.items() if name in taken}
+    return {**found, **NEEDED.get(geometry.family, {})}
+
+
+def _fields(geometry: Any) -> dict[str, Any]:
+    """Fields of the usual job."""
+    takes_frames = geometry.kind == "video"
+    if isinstance(geometry, PipelineGeometry):
+        takes_frames = takes_frames and geometry.signature.argument_of("frames") is not None
+    frames = FRAMES.get(geometry.family, 9) if takes_frames else None
+    return {"args": _fixed(geometry) or None, "steps": 2, "frames": frames}
+
+
+def _usual_job(name: str, adapter: Any, geometry: Any, folder: Path) -> JobSpec:
+    """A job that runs.
+
+    Raises: ModelError if there is none.
+    """
+    fields = _fields(geometry)
+    jobs: Iterable[JobSpec] = [JobSpec(id="usual", prompt="a", seed=0, width=SIDE, height=SIDE)]
+    if isinstance(geometry, PipelineGeometry):
+        jobs = usual_jobs(geometry, folder, side=SIDE, **fields)
+    failures = []
+    for job in jobs:
+        job = replace(job, prompt=PROMPTS.get(name, "a"), model=name, **fields)
+        if (failure := _run(adapter, resolved(geometry, job, folder))) is None:
+            return job
+        failures.append(failure)
+    raise ModelError(f"the usual job fails: {failures[0] if failures else 'no job is accepted'}")
 
 
 def _drawn(rng: random.Random, geometry: PipelineGeometry, name: str) -> Any:
@@ -114,17 +184,19 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
     adapter = load_adapter(checkpoint, device="cpu")
     outlined: Any = None
     with pictures() as folder:
-        plain = JobSpec(id="usual", prompt="a", seed=0, steps=2)
-        plain = replace(plain, args=_fixed(geometry) or None)
-        plain = replace(plain, width=96, height=96) if _takes(geometry, "width") else plain
-        if (failure := _run(adapter, resolved(geometry, replace(plain, model=name), folder))) is not None:
-            raise ModelError(f"the usual job fails: {failure}")
+        _resize(folder, SIDE, SIDE)
+        usual_job = _usual_job(name, adapter, geometry, folder)
         if isinstance(geometry, PipelineGeometry):
             outlined = load_any(
                 checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline
             )
-            usual, _ = tried(outlined, resolved(geometry, JobSpec(id="usual", prompt="a", seed=0), folder))
-        for job in drawn_jobs(geometry, num=num, seed=seed):
+            usual = usual_failure(outlined, geometry, folder, side=SIDE, **_fields(geometry))
+        sizes = random.Random(seed)
+        for job in drawn_jobs(geometry, num=num, usual=usual_job, folder=folder, seed=seed):
+            size = sizes.randint(32, 110), sizes.randint(32, 110)
+            is_own = sizes.random() < 0.5
+            size = (job.width, job.height) if is_own and job.width and job.height else size
+            _resize(folder, *size)
             try:
                 spec = resolved(geometry, replace(job, model=name), folder)
             except JobError:
@@ -133,8 +205,19 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             error = None if outlined is None else tried(outlined, spec)[0]
             is_refused = error is not None and is_refusal(error, usual)
             failure = _run(adapter, spec)
-            said = {
-                key: getattr(job, key) for key in ("width", "height", "steps", "args", "scheduler", "frames")
+            said = {"pictures": size} | {
+                key: value
+                for key in (
+                    "width",
+                    "height",
+                    "steps",
+                    "guidance_scale",
+                    "args",
+                    "scheduler",
+                    "sigmas",
+                    "frames",
+                )
+                if (value := getattr(job, key)) is not None
             }
             if is_refused:
                 made.counts["call"] += 1
@@ -145,6 +228,13 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
                 made.failed += [f"{said}: {failure}"] if failure else []
     made.seconds = time.monotonic() - started
     return made
+
+
+def _resize(folder: Path, width: int, height: int) -> None:
+    for path in folder.iterdir():
+        with Image.open(path) as image:
+            resized = image.resize((width, height))
+        resized.save(path)
 
 
 def _run(adapter: Any, spec: JobSpec) -> str | None:
@@ -172,7 +262,7 @@ def verified() -> Sequence[str]:
 
 
 def _too_long(*_: object) -> None:
-    raise _TooLongError(f"took over {LIMIT_S} s")
+    raise _TooLongError("took longer than its limit")
 
 
 class _TooLongError(BaseException):
@@ -183,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--draws", type=int, default=40)
+    parser.add_argument("--limit", type=int, default=LIMIT_S)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -190,9 +281,13 @@ def main() -> None:
     rows, notes = [HEAD], []
     for name in options.names or verified():
         with tempfile.TemporaryDirectory() as folder:
-            signal.alarm(LIMIT_S)
+            signal.alarm(options.limit)
             try:
-                made = draws_of(name, save_checkpoint(name, Path(folder) / name), num=options.draws)
+                made = draws_of(
+                    name,
+                    save_checkpoint(name, Path(folder) / name, changes=CHANGES.get(name)),
+                    num=options.draws,
+                )
             except (Exception, _TooLongError) as error:  # such as no small checkpoint
                 notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
                 print(notes[-1], flush=True)

@@ -37,14 +37,8 @@ from benchmarks.fp8 import (
 from benchmarks.measure_forward import ForwardShape
 from gfgen.models.fast import rows
 from gfgen.models.fast.linears import quantise
-from gfgen.models.parallel.cudnn_attention import (
-    VALUE_SCALE,
-    counted_attention,
-    fp8_attention,
-    from_fp8,
-    in_fp8,
-    opened,
-)
+from gfgen.models.parallel.counted_attention import counted_attention
+from gfgen.models.parallel.fp8_attention import VALUE_SCALE, fp8_attention, from_fp8, in_fp8, opened
 
 HEADS, HEAD_DIM = 24, 128
 TOKENS = {WAN: (5070, 8190, 18480), QWEN: (1088, 4160, 9280)}

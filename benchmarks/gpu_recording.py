@@ -33,9 +33,9 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.parallel.cudnn_attention import counted_attention, is_fast
+from gfgen.models.parallel.counted_attention import counted_attention, is_fast
 from gfgen.models.parallel.hooks import install
-from gfgen.runtime.worker.recorder import CudaRecorder
+from gfgen.runtime.worker.forwards import CudaRecorder
 
 DEVICE = torch.device("cuda:0")
 QWEN = "qwen-image"

@@ -28,12 +28,13 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.guidance import evaluate_branches
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.texts import forward_inputs
+from gfgen.models.fast.texts import common_length, is_padded, with_texts
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.sequence_parallel import present_degrees
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
@@ -138,13 +139,19 @@ def prepare(
     return run, groups_of(endpoint, layout, dispatch) if kind.is_ours else None
 
 
+MANY_STEPS = 20
+
+
 def forward_of(
     transformer: Any, inputs: dict[str, Any], texts: Sequence[Tensor], branches: Branches
 ) -> RunForward:
     """What is measured: from a group, or none, to the prediction of each branch."""
 
     def predict(embeds: Sequence[Tensor]) -> Tensor:
-        result: Tensor = transformer(**forward_inputs(transformer, inputs, embeds))[0]
+        tokens = inputs["hidden_states"].shape[1]
+        pads = is_padded(transformer, picture_tokens=tokens, num_steps=MANY_STEPS)
+        length = common_length(embeds, degrees=present_degrees()) if pads else None
+        result: Tensor = transformer(**with_texts(inputs, embeds, length=length))[0]
         return result
 
     def forward(group: CudaGroup | None) -> Sequence[Tensor]:

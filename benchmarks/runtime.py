@@ -39,10 +39,10 @@ from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name
 

@@ -1256,13 +1256,15 @@ def pipeline_names() -> list[str]:
     ]
 
 
-def small_pipeline(name: str, *, seed: int = 0) -> Any:
+def small_pipeline(name: str, *, seed: int = 0, changes: Mapping[str, Any] | None = None) -> Any:
     """A pipeline with random weights; equal seeds give equal weights.
+
+    changes: what differs from `PIPELINES`, by component.
 
     Raises: CannotBuildError.
     """
     kind = getattr(diffusers, name)
-    changes = PIPELINES.get(name, {})
+    changes = {**PIPELINES.get(name, {}), **(changes or {})}
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

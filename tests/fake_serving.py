@@ -2,11 +2,11 @@
 
     python -m fake_serving PORT FOLDER [option=value ...]
 
-serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`, `nodes` (of a
-cluster; a job takes `flow_shift` seconds there), `keys` (NAME:KEY,...), `strict`, `alias`, `public_url`,
-`origin`, `access_log`, `webhook_host` and `webhook_secret`. With FAKE_HASTE in the environment jobs have
-eight steps at most, which take no time.
+serves `fake-video`, `fake-image` and `fake-edit` on two ranks. A step takes `flow_shift` seconds if a job
+gives it, and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key`, `ranks`, `nodes`
+(of a cluster; a job takes `flow_shift` seconds there), `keys` (NAME:KEY,...), `strict`, `alias`,
+`public_url`, `origin`, `access_log`, `webhook_host` and `webhook_secret`. With FAKE_HASTE in the environment
+jobs have eight steps at most, which take no time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
 from gfgen.server.protocol.server_schemas import served_model
 from gfgen.session.ranks import AskedRanks, Ranks
@@ -79,8 +79,10 @@ class FakeGeometry:
     def resolve(self, spec: JobSpec) -> JobSpec:
         if spec.true_cfg_scale is not None:
             raise JobError(Problem.of("true_cfg_scale", spec.true_cfg_scale, "this model has no use for it"))
-        if self.kind == "image" and spec.image is not None:
+        if self.kind == "image" and spec.image is not None and self.family == "fake":
             raise JobError(Problem.of("image", spec.image, "this model makes pictures from text only"))
+        if spec.files and (self.family == "fake" or not spec.files.keys() <= {"image", "mask_image"}):
+            raise JobError(Problem.of("files", None, "this model takes none"))
         frames = spec.frames or 9
         return replace(
             spec,
@@ -121,9 +123,14 @@ class FakeGeometry:
 
 
 MODELS = {
-    name: ResolvedModel(name, Path("fake"), FakeGeometry(kind))
-    for name, kind in (("fake-video", "video"), ("fake-image", "image"))
+    name: ResolvedModel(name, Path("fake"), FakeGeometry(kind, family))
+    for name, kind, family in (
+        ("fake-video", "video", "fake"),
+        ("fake-image", "image", "fake"),
+        ("fake-edit", "image", "QwenImageEditPlusPipeline"),
+    )
 }
+"""The last takes several pictures, and a mask."""
 
 
 def admit_fakes(specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
@@ -216,11 +223,18 @@ def _write_all(channel: Channel) -> None:
             channel.send(writer.handle(request, fds[0]))
 
 
+def named_key(name: str, key: str, *allows: str) -> tuple[str, NamedKey]:
+    """Of NAME:KEY[:open=N][:gpu_s=N][:metrics]"""
+    given = dict(each.partition("=")[::2] for each in allows)
+    most = [int(given[each]) if each in given else None for each in ("open", "gpu_s")]
+    return name, NamedKey(key, *most, only_metrics="metrics" in given)
+
+
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
     nodes = int(options.pop("nodes", "0"))
-    keys = dict(pair.split(":") for pair in options.pop("keys", "").split(",") if pair)
+    keys = dict(named_key(*each.split(":")) for each in options.pop("keys", "").split(",") if each)
     api = ApiOptions(
         strict=bool(options.pop("strict", "")),
         served_names=tuple(filter(None, [options.pop("alias", "")])),
@@ -240,7 +254,9 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
-        front=FrontSettings((folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys),
+        front=FrontSettings(
+            (folder / "out").absolute(), key, limits=limits, version="1", api=api, keys=keys, commit="c0ffee"
+        ),
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

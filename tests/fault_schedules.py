@@ -48,10 +48,9 @@ from gfgen.runtime.ipc.content import remove_leftovers
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.child import Patience
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.processes.writes import MAX_WRITES
 from gfgen.snapshot import Decision, Snapshot
 from gfgen.system.wording import counted

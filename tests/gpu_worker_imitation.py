@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,15 @@ from gfgen.models.parallel.parallel import rehearsal
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas
 from gfgen.runtime.ipc.settings import WorkerSettings
-from gfgen.runtime.worker import forwards, gpu, staging
+from gfgen.runtime.worker import forwards, gpu, memory
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.loop import Worker
+from gfgen.runtime.worker.memory import DeviceMemory
 
 MAPPING_S = 20.0
 LATE_S = 1.0
+LAUNCH_BYTES = 1000
 STAGING_BYTES = 1 << 16
 """So little that frames go through it in many pieces."""
 
@@ -124,6 +126,16 @@ class ImitationEndpoint(Endpoint):
         when_formatted(lambda: super(ImitationEndpoint, self).replace_peer(rank, fd, incarnation))
 
 
+class ImitationMemory(DeviceMemory):
+    """Each launch takes as many bytes."""
+
+    @contextlib.contextmanager
+    def launching(self, kinds: Any, *, model: str | None = None) -> Iterator[None]:
+        with super().launching(kinds, model=model):
+            yield
+        self.last_own_bytes = LAUNCH_BYTES
+
+
 class ImitationDevice(gpu.GpuDevice):
     """The arena's header needs the incarnation, which comes with the others' arenas."""
 
@@ -187,7 +199,8 @@ def imitate_cuda() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
-    staging.STAGING_BYTES = STAGING_BYTES
+    memory.STAGING_BYTES = STAGING_BYTES
+    gpu.DeviceMemory = ImitationMemory  # type: ignore[misc]
     forwards.MIN_REPLAYS = 1
 
 

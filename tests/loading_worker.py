@@ -34,7 +34,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             signal.pause()
         if path.name.startswith("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return SimpleNamespace(patches=SimpleNamespace())
+        return SimpleNamespace(patches=SimpleNamespace(), read_bytes_per_s=0.0)
 
     def warm_up_later(preparation: preparing.Preparation, message: WarmUpLater, _: object) -> None:
         for item in message.items:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gfgen.errors import JobError
-from gfgen.job.prompt_lines import A1111, KOHYA, LORAS, OF_WEIGHTS, PromptLines
+from gfgen.job.inputs import A1111, KOHYA, LORAS, OF_WEIGHTS, PromptLines
 from gfgen.job.reader import JobSource, ParsedJobs
 
 

@@ -450,6 +450,8 @@ def test_fields_of_a_profile():
         "dispatch_s",
         "versions",
         "calibration_s",
+        "read_bytes_per_s",
+        "peaks",
     ]
     assert [field.name for field in dataclasses.fields(profile_file.ProfileRow)] == [
         "model",

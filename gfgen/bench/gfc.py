@@ -1,7 +1,4 @@
-"""`gfgen bench gfc`: group-free collectives compared with NCCL on this machine's GPUs, in one run.
-
-This process touches no GPU; the ranks do (gfgen/gfc/cuda/measure.py).
-"""
+"""`gfgen bench gfc`: group-free collectives and NCCL on this machine's GPUs (gfgen/gfc/cuda/measure.py)."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
 
 
 def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
-    """Runs everything; takes about half a minute on four GPUs.
-
-    Raises: InputError where there are fewer than two GPUs.
-    """
+    """All measurements, half a minute on four GPUs. Raises: InputError where there are fewer than two."""
     check_num_gpus(num_gpus, at_least=2)
     largest = num_gpus * max(SIZES)
     plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)

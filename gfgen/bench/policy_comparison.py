@@ -85,12 +85,9 @@ class PolicyComparison:
 
     def table(self) -> list[str]:
         """A Markdown line per policy; the last columns are ratios to the baseline."""
-        rows = [f"| {' | '.join(_cells(found, self._baseline))} |" for found in self.scores]
+        baseline = next((found for found in self.scores if found.policy == self.baseline), None)
+        rows = [f"| {' | '.join(_cells(found, baseline))} |" for found in self.scores]
         return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
-
-    @property
-    def _baseline(self) -> Score | None:
-        return next((found for found in self.scores if found.policy == self.baseline), None)
 
     def remarks(self) -> list[str]:
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
@@ -138,7 +135,6 @@ def _cells(found: Score, baseline: Score | None) -> list[str]:
 
 
 def _size(entry: tuple[str, float]) -> tuple[int, str]:
-    """Order S, M, L, then others."""
     order = "SML".find(entry[0])
     return (order if order >= 0 else 3, entry[0])
 
@@ -156,14 +152,12 @@ def _ratio(value: float | None, baseline: float | None) -> str:
 
 
 def _reused(run: PolicyRun) -> list[str]:
-    """The share of the steps that ran without the transformer."""
     num_reused = sum(outcome.num_approximate for outcome in run.outcomes)
     num_steps = sum(outcome.info.spec.steps or 0 for outcome in run.outcomes)
     return [f"{run.policy}: {num_reused / num_steps:.1%} of the steps were reused"] if num_reused else []
 
 
 def _starved(run: PolicyRun) -> list[str]:
-    """Name jobs that timed out before they got a rank."""
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
         return []
@@ -179,8 +173,6 @@ MAX_KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class JobScore:
-    """The result of one job, in seconds since the start of the run."""
-
     id: str
     tag: str | None
     status: str
@@ -192,10 +184,8 @@ class JobScore:
     busy_s: float
     layouts: Sequence[str]
     num_reused: int = 0
-    """Steps without the transformer."""
 
     def is_in_time(self, slack_s: float = 0.0) -> bool:
-        """Whether it is done by its deadline plus slack, or has no deadline."""
         return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s + slack_s)
 
 
@@ -227,11 +217,7 @@ class Score:
 
 
 def score(
-    policy: str,
-    outcomes: Sequence[JobOutcome],
-    *,
-    slack_s: float,
-    replaced_by: str | None = None,
+    policy: str, outcomes: Sequence[JobOutcome], *, slack_s: float, replaced_by: str | None = None
 ) -> Score:
     jobs = [_job_score(outcome) for outcome in outcomes]
     done = [outcome for outcome in outcomes if outcome.status == "done"]

@@ -1,15 +1,12 @@
 """Measure a profile: every task of some shapes on real workers, with groups of every useful size.
 
 A measurement is a small run of the real control plane with a scripted policy. Each group of ranks first runs
-a job that does not count, then jobs whose steps use all layouts of the group. The gaps between the steps of
-a job that moves at each step show the cost of moves.
+a job that does not count, then jobs whose steps use all layouts of the group. The gaps between the steps of a
+job that moves at each step show the cost of moves.
 
 CPU ranks share cores and memory. So each group is measured with idle and with busy other ranks, and a task
-counts only if the other ranks really were so. Measurements repeat in several rounds, so that a disturbance of
-some seconds affects few samples of each row, which the medians ignore.
-
-The time of a GPU does not depend on the others. So as many groups of one size as possible run at once, and
-the devices' clocks measure them.
+counts only if they really were so, in several rounds against disturbances. GPUs are independent, so as many
+groups of one size as possible run at once, and the devices' clocks measure them.
 """
 
 from __future__ import annotations
@@ -65,8 +62,6 @@ The limits allow for gaps between short steps."""
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One model and shape on groups of one size."""
-
     job: AdmittedJob
     num_ranks: int
     """Of a group."""
@@ -79,7 +74,6 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """Identifies it in a file of unfinished measurements."""
         return f"{self.model} {self.job.shape} on {self.num_ranks} {self.kind} round {self.round}"
 
     def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
@@ -102,13 +96,9 @@ class Samples:
     """Bytes and gap of two steps on different ranks."""
 
 
-# What to measure ------------------------------------------------------------------------------
-
-
 def plan_measurements(
     jobs: Iterable[AdmittedJob], *, num_ranks: int, are_on_gpus: bool = False
 ) -> list[Measurement]:
-    """Measure each model and shape on groups of every size that it can use."""
     plan = []
     for job in {(job.model_in(), job.shape): job for job in jobs}.values():
         for size in GPU_GROUPS if are_on_gpus else range(1, num_ranks + 1):
@@ -126,10 +116,7 @@ def plan_measurements(
 def within(
     plan: Sequence[Measurement], seconds_of: Callable[[Measurement], float], *, budget_s: float
 ) -> list[Measurement]:
-    """The first round, and as many later ones as fit into the budget, the fastest shapes first.
-
-    Only the fastest shape measures moves, because a move is a copy.
-    """
+    """The first round, and as many later ones as fit into the budget, the fastest shapes first."""
     shapes: dict[tuple[int, str, str], list[Measurement]] = defaultdict(list)
     for entry in plan:
         if entry.kind != "moving":
@@ -149,7 +136,6 @@ def within(
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
-    """The time of a measurement's slowest group."""
     cost_class = costs.class_of(measurement.job)
     groups_s: dict[tuple[int, ...], float] = defaultdict(float)
     for entry in _scripted_jobs(measurement, [range(num_ranks)]):
@@ -160,7 +146,6 @@ def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -
 
 
 def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
-    """Improve the predictions of the remaining measurements."""
     for name, durations in samples.tasks.items():
         costs.observe(costs.class_of(measurement.job), *_parsed(name), statistics.median(durations))
 
@@ -173,9 +158,6 @@ def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
     ]
 
 
-# Measuring ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _ScriptedJob:
     """A job of a measurement. The jobs of a group run one after the other."""
@@ -183,7 +165,6 @@ class _ScriptedJob:
     job: AdmittedJob
     ranks: tuple[int, ...]
     bands: tuple[int, ...]
-    """Ranks that decode."""
     steps: tuple[Degrees, ...]
     counts: bool
 
@@ -191,10 +172,7 @@ class _ScriptedJob:
 def measure(
     measurement: Measurement, pool: WorkerPool, *, folder: Path, signals: SignalPipe | None = None
 ) -> Samples:
-    """Run a measurement on a ready pool.
-
-    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
-    """
+    """Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first."""
     scripted = {entry.job.job_id: entry for entry in _scripted_jobs(measurement, pool.islands)}
     run = MeasuredRun()
 
@@ -258,7 +236,6 @@ def _layout_of(measurement: Measurement, entry: _ScriptedJob, view: JobView) -> 
 
 
 def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run: MeasuredRun) -> Samples:
-    """The tasks of jobs that count, under the right load, without the first step of each layout."""
     spans = spans_of(run)
     gaps = [gap for gap in gaps_of(run, spans) if scripted[gap.after.task.job_id].counts]
     if measurement.kind == "moving":
@@ -276,7 +253,6 @@ def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run
 
 
 def _has_right_load(measurement: Measurement, number: int, spans: Spans) -> bool:
-    """Whether the other ranks idled or worked as required."""
     load = None if measurement.kind == "together" else _load(number, spans)
     return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
 
@@ -297,9 +273,6 @@ def _parsed(name: str) -> tuple[Stage, Degrees]:
     stage, _, degrees = name.partition(" ")
     cfg, ulysses, ring = map(int, degrees.split("x"))
     return Stage(stage), (cfg, ulysses, ring)
-
-
-# From samples to a profile --------------------------------------------------------------------
 
 
 def assemble(
@@ -336,7 +309,6 @@ def assemble(
 
 
 def _rows(shape: Sequence[Measurement], measured: Mapping[str, Samples]) -> Iterator[ProfileRow]:
-    """The rows of a shape. Groups of every size also measure single ranks."""
     done = [entry for entry in shape if entry.key in measured]
     alone = _joined(measured[entry.key] for entry in done if entry.kind != "loaded")
     loaded = _joined(measured[entry.key] for entry in done if entry.kind == "loaded")
@@ -370,10 +342,7 @@ def _joined(each: Iterable[Samples]) -> Samples:
 
 
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit (seconds per move, bytes per second) to the medians by size.
-
-    If larger moves take no longer, the time is that of the fastest, and the rate is a lower bound.
-    """
+    """(seconds per move, bytes per second) by medians; the rate is a bound if large moves are as fast."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
         by_size[size_bytes].append(seconds)

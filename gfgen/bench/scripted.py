@@ -22,9 +22,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.snapshot import Decision, JobView, Snapshot
 from gfgen.system.signals import SignalPipe
@@ -83,10 +82,7 @@ def run_jobs(
     costs: CostModel | None = None,
     signals: SignalPipe | None = None,
 ) -> None:
-    """Run jobs on a ready pool and record them.
-
-    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
-    """
+    """Run jobs on a ready pool. Raises: WorkerError when a job fails; InterruptedRunError at a signal."""
     for job in jobs:  # files of an earlier measurement
         (folder / job.info.file).unlink(missing_ok=True)
     clock, costs = Clock(), costs or CostModel()
@@ -116,7 +112,6 @@ def run_jobs(
 def copy_of(
     job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
 ) -> AdmittedJob:
-    """The same work under another id, with other steps and without deadline and timeout."""
     spec = replace(
         job.spec,
         id=job_id,
@@ -141,10 +136,7 @@ def copy_of(
 
 
 def new_copy_of(job: AdmittedJob, job_id: str, steps: int, *, occasion: str) -> AdmittedJob:
-    """`copy_of` with another prompt, because ranks cache encoded prompts.
-
-    The prompts end in five digits, so all have the same number of tokens.
-    """
+    """`copy_of` with another prompt of as many tokens, because ranks cache encoded prompts."""
     number = zlib.crc32(f"{occasion} {job_id}".encode()) % 100_000
     spec = replace(job.spec, prompt=f"{job.spec.prompt} {number:05d}")
     return copy_of(replace(job, info=replace(job.info, spec=spec)), job_id, steps)
@@ -163,16 +155,12 @@ MAX_DRIFT = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One rank's part of a dispatch, in seconds of the run."""
-
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Time between two steps of a job."""
-
     before: Dispatch
     after: Dispatch
     seconds: float
@@ -206,7 +194,6 @@ def gaps_of(record: MeasuredRun, spans: Spans) -> Iterator[Gap]:
 
 
 def lasted_s(spans: Mapping[int, Span]) -> float:
-    """The time of a dispatch on its slowest rank."""
     return max(span.end_s - span.start_s for span in spans.values())
 
 
@@ -222,7 +209,6 @@ def _gap_s(
 
 
 def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
-    """By dispatch and rank: the rank's previous dispatch."""
     found: dict[tuple[int, int], int] = {}
     latest: dict[int, int] = {}
     for number in sorted(record.done):
@@ -248,10 +234,7 @@ def _rank_spans(tasks: Sequence[RankTimes]) -> list[Span]:
 
 
 def _drift(own_s: Sequence[float], late_s: Sequence[float]) -> float:
-    """Seconds per second that the machine's clock gains on the device's.
-
-    This is the slope of the highest line below all reports, an edge of their lower hull.
-    """
+    """Seconds per second that the machine's clock gains: an edge of the lower hull of all reports."""
     hull: list[tuple[float, float]] = []
     for point in zip(own_s, late_s, strict=True):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):

@@ -87,10 +87,7 @@ def run_stock(
     folder: Path,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Sequence[JobOutcome], str]:
-    """The outcomes of the jobs, and the groups in words.
-
-    Raises: WorkerError when a process dies, or when diffusers refuses the jobs with these options.
-    """
+    """The outcomes, and the groups in words. Raises: WorkerError when a process dies or diffusers refuses."""
     with _accepted_groups(jobs, options, ranks, tell) as (groups, way):
         for group in groups:
             group.tell(*[TryJob(job.spec, is_to_decode=True) for job in _kinds(jobs)])
@@ -100,9 +97,6 @@ def run_stock(
         tell(f"{options.text}: {way}")
         outcomes = _Service(jobs, groups, folder, way).run()
     return outcomes, way
-
-
-# Groups of processes ----------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -119,10 +113,7 @@ class _StockGroup:
                 connection.send(message)
 
     def error(self, num_answers: int = 1) -> str | None:
-        """The first error among each rank's next answers; None if there is none.
-
-        Raises: WorkerError when a process dies or does not answer.
-        """
+        """The first error among each rank's next answers. Raises: WorkerError for a dead or silent one."""
         missing = dict.fromkeys(self.connections, num_answers)
         while missing:
             ready = wait(list(missing), PATIENCE_S)
@@ -152,7 +143,6 @@ class _StockGroup:
 
 
 def _received(connection: Connection) -> object:
-    """The rank's next message. Raises WorkerError when it is dead."""
     try:
         return connection.recv()
     except (EOFError, ConnectionError):
@@ -161,10 +151,7 @@ def _received(connection: Connection) -> object:
 
 @contextmanager
 def _accepted_groups(
-    jobs: Sequence[AdmittedJob],
-    options: StockOptions,
-    ranks: StockRanks,
-    tell: Callable[[str], None],
+    jobs: Sequence[AdmittedJob], options: StockOptions, ranks: StockRanks, tell: Callable[[str], None]
 ) -> Iterator[tuple[list[_StockGroup], str]]:
     """Groups of the largest degree at which every kind of job runs, and a description of them."""
     refusal = None
@@ -183,14 +170,8 @@ def _accepted_groups(
 
 
 def _started(
-    stack: ExitStack,
-    options: StockOptions,
-    ranks: StockRanks,
-    degree: int,
-    *,
-    is_uneven: bool,
+    stack: ExitStack, options: StockOptions, ranks: StockRanks, degree: int, *, is_uneven: bool
 ) -> list[_StockGroup]:
-    """All groups, each with its own process group; the stack closes them."""
     context = multiprocessing.get_context("spawn")
     stores = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
     visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
@@ -223,10 +204,7 @@ def _started(
 
 
 def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool) -> str | None:
-    """Try each kind of job on one group; returns the first error.
-
-    Uneven shards must only not be empty, so the shortest text is enough.
-    """
+    """The first error of all kinds of job on one group, with the shortest text: shards must not be empty."""
     texts = sorted(_texts(jobs), key=lambda job: len(job.spec.prompt))
     for job in [*_kinds(jobs), *(texts[:1] if is_uneven else texts)]:
         group.tell(TryJob(job.spec))
@@ -236,12 +214,10 @@ def _refusal(jobs: Sequence[AdmittedJob], group: _StockGroup, *, is_uneven: bool
 
 
 def _degrees(num_ranks: int) -> list[int]:
-    """Divisors, the largest first."""
     return [degree for degree in range(num_ranks, 0, -1) if num_ranks % degree == 0]
 
 
 def _kinds(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
-    """One job of each shape."""
     return list({job.shape: job for job in jobs}.values())
 
 
@@ -266,12 +242,8 @@ def _threads_of(ranks: StockRanks) -> int:
 
 
 def _visible_devices(num_ranks: int) -> list[str]:
-    """The devices in the terms of CUDA_VISIBLE_DEVICES."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return own.split(",")[:num_ranks] if own else [str(rank) for rank in range(num_ranks)]
-
-
-# Serving ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -335,7 +307,6 @@ class _Service:
             self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        """Time until the next arrival or timeout."""
         due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
         due_s += [
             job.spec.arrival_s + job.spec.timeout_s

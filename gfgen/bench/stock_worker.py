@@ -28,8 +28,6 @@ TRIED_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StockRanks:
-    """All ranks of a run."""
-
     checkpoint: Path
     num_ranks: int
     device: str
@@ -43,7 +41,6 @@ class StockSettings:
     ranks: StockRanks
     rank: int
     num_ranks: int
-    """Of its group."""
     store: str
     visible: str | None = None
     is_uneven: bool = False
@@ -68,8 +65,6 @@ class MakeJob:
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """The result of a message, except `MakeJob`."""
-
     error: str | None = None
 
 
@@ -89,7 +84,6 @@ class FileWritten:
 
 
 def serve(connection: Connection, settings: StockSettings) -> None:
-    """Entry of a rank's process; returns when the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast (benchmarks/README.md)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,8 +1,6 @@
-"""Workloads for comparisons of policies, generated from a seed.
+"""Workloads for comparisons of policies, generated from a seed: job classes S, M and L of a model.
 
-A workload mixes three job classes of a model (S, M and L: 60, 25 and 15% of the jobs), with deadlines and
-timeouts. The arrival rate makes single-rank replicas busy for the share `load` of the time.
-
+The arrival rate makes single-rank replicas busy for the share `load` of the time.
 Source: GF-DiT (arXiv 2606.13501), evaluation: classes, alpha, time-outs, the client's allowance.
 """
 
@@ -91,8 +89,6 @@ def mix_of(model: str, *, steps: int | None = None) -> Mix:
 
 @dataclass(frozen=True, slots=True)
 class StandAlone:
-    """Predicted seconds of one job of each class that has ranks to itself."""
-
     by_degree: Mapping[int, Mapping[str, float]]
 
     def of(self, tag: str, *, degree: int = 1) -> float:
@@ -104,7 +100,6 @@ class StandAlone:
 
 
 def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
-    """Jobs of each class to measure its time."""
     mix, rng = mix_of(model, steps=steps), random.Random(0)
     return tuple(
         replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
@@ -116,7 +111,6 @@ def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -
 def stand_alone(
     model: ResolvedModel, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
 ) -> StandAlone:
-    """The cost model's prediction for each class."""
     jobs = admitted(calibration_jobs(model.name, steps=steps), model)
     return StandAlone(
         {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
@@ -124,20 +118,17 @@ def stand_alone(
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
-    """Predicted seconds of a job with its steps on `degree` ranks."""
     cost_class, trajectory = costs.class_of(job), job.trajectory
     degrees = costs.arrangement(cost_class).steps[degree - 1]
     return costs.remaining_s(cost_class, trajectory.task(0), trajectory.num_tasks, degrees)
 
 
 def weightless_model(name: str) -> ResolvedModel:
-    """A model from its config files. Raises InputError for a model without a mix."""
     mix_of(name)
     return find_weightless(name)
 
 
 def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """Admit jobs that are valid by construction."""
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     assert not problems, problems
     return jobs
@@ -214,8 +205,6 @@ def _spec(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) 
     )
 
 
-# Endless arrivals -------------------------------------------------
-
 Arrivals = Iterator[tuple[float, JobClass]]
 
 
@@ -257,7 +246,6 @@ def _foreground_burst(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
 
 
 def _overnight(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """All jobs at once."""
     weights = [cls.share for cls in mix.classes]
     while True:
         yield 0.0, rng.choices(mix.classes, weights)[0]

@@ -111,7 +111,6 @@ class Workload:
     profile_path: Path | None = opt.profile_option()
 
     def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
-        """These, with defaults for the numbers of jobs and ranks."""
         return WorkloadOptions(
             load=self.load,
             seed=self.seed,
@@ -301,7 +300,6 @@ def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, 
 def _interrupted(
     stop: BaseException, comparison: PolicyComparison, conditions: dict[str, Any], output: Path
 ) -> InterruptedRunError:
-    """Report finished runs; returns the error that counts them."""
     number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
     num_asked, num_left = len(comparison.policies), len(comparison.not_run)
     if num_left == num_asked:
@@ -329,7 +327,6 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
 
 
 def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:
-    """Draw the chart, or say why not; returns whether it exists."""
     simulated = ", simulated" if conditions["simulated"] else ""
     title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"
     try:
@@ -341,7 +338,6 @@ def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path)
 
 
 def figures(comparison: PolicyComparison) -> list[RunFigures]:
-    """The numbers of the chart: deadlines with slack, latencies, throughput."""
     return [
         RunFigures(
             name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from gfgen.cli.run_files import RunOptions, check_records, claims_of, has_bar, session_of
-from gfgen.cli.shown.prediction import known_here, machine
+from gfgen.cli.shown.prediction import known_here, machine, slowdowns
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
@@ -25,7 +25,7 @@ from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims
-from gfgen.runtime.predict.profile_file import Profile, check_profile
+from gfgen.runtime.predict.profile_file import check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.planner import FULL_TASKS
 from gfgen.runtime.simulate.simulation import simulate
@@ -53,7 +53,7 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=claims.forced_from)
         warn_of_passed_deadlines(todo, now=now, arrived_at=arrived_at)
         memory = _memory(todo, admission.memory) if cluster is None else None
-        prediction = _prediction(todo, options, now=now)
+        prediction = _prediction(todo, options, admission.memory, now=now)
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
         space = dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {}
         nodes = {} if cluster is None else cluster.started()
@@ -65,7 +65,6 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
 
 @contextlib.contextmanager
 def _collected() -> Iterator[list[tuple[str, str]]]:
-    """The level and text of what a run would log before it starts."""
     logger, logged = logging.getLogger("gfgen"), list[tuple[str, str]]()
 
     class Collector(logging.Handler):
@@ -84,8 +83,6 @@ def _collected() -> Iterator[list[tuple[str, str]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What the jobs take at least, with the keys of the JSON."""
-
     weights_bytes: Mapping[str, int]
     largest_job_bytes: int
     available_bytes: int | None
@@ -117,7 +114,6 @@ class _Prediction:
     """When a run that starts now ends, with the keys of the JSON."""
 
     unknown: str | None = None
-    """Why it cannot be predicted."""
     machine: str = ""
     seconds: float = 0.0
     ends_at: float = 0.0
@@ -143,7 +139,9 @@ class _Prediction:
         return f"{text}; {len(self.late)} of {self.deadlines} deadlines missed: {_named(self.late)}"
 
 
-def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float) -> _Prediction | None:
+def _prediction(
+    jobs: Sequence[AdmittedJob], options: RunOptions, memory: HostMemory, *, now: float
+) -> _Prediction | None:
     if not jobs:
         return None
     if options.cluster is not None:
@@ -152,12 +150,16 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
     profile = known_here(jobs, options.ranks)
     if profile is None:
         return _Prediction("this machine has no profile; 'gfgen profile JOBS' measures one")
+    reads_s = memory.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
+    for line in slowdowns(jobs, profile, reads_s):
+        logging.getLogger(__name__).info("%s", line)
     try:
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
     try:
-        outcomes = _outcomes(jobs, options, profile, now=now)
+        start: dict[str, Any] = dict(profile=profile, num_ranks=num_ranks, started_at=now, reads_s=reads_s)
+        outcomes = _outcomes(jobs, options, **start)
     except DecisionTimeout as error:
         return _Prediction(str(error))
     if outcomes is None:
@@ -173,16 +175,13 @@ def _prediction(jobs: Sequence[AdmittedJob], options: RunOptions, *, now: float)
     )
 
 
-def _outcomes(
-    jobs: Sequence[AdmittedJob], options: RunOptions, profile: Profile, *, now: float
-) -> Sequence[JobOutcome] | None:
+def _outcomes(jobs: Sequence[AdmittedJob], options: RunOptions, **start: Any) -> Sequence[JobOutcome] | None:
     """The predicted outcomes, the first to end first; None if the policy fails.
 
     An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
     """
     policy, num_tasks = options.policy, sum(job.trajectory.num_tasks for job in jobs)
-    start: dict[str, Any] = {"profile": profile, "num_ranks": options.ranks.num_ranks, "started_at": now}
-    if options.batch == 1 or num_tasks > FULL_TASKS:
+    if (options.batch == 1 and not start["reads_s"]) or num_tasks > FULL_TASKS:
         snapshot = everything_open(jobs, batch=options.batch, **start)
         return estimate(jobs, snapshot, decides_first(policy, snapshot))
     try:
@@ -291,7 +290,6 @@ class _Report:
             yield f"done      with {text}: {_named(ids)}; --force makes them again"
 
     def _field_lines(self) -> Iterator[str]:
-        """The fields of all jobs, in the order in which they count."""
         if self.source.overrides:
             yield f"fields    {_fields(self.source.overrides)} on all jobs, by options"
         if self.source.fallbacks:

@@ -48,10 +48,7 @@ VARIED = FIELDS["reuse"]
 
 
 def load_compared(text: str) -> tuple[NamedPolicy, Any]:
-    """A policy, and the field of its jobs: `NAME[,option=value...][,reuse=VALUE]`, with `reuse` at the end.
-
-    Raises PolicyError.
-    """
+    """A policy, and the field of its jobs, `reuse`, which stands at the end. Raises: PolicyError."""
     name, found, value = text.partition(f",{VARIED.name}=")
     try:
         varied = VARIED.parse(number_of(value)) if found else None
@@ -104,10 +101,7 @@ def on_workers(
     ranks: Ranks,
     workload: Predicted | None,
 ) -> Iterator[PolicyRun]:
-    """Run all policies on one pool of workers, then stock diffusers.
-
-    Without a workload from a profile, this first measures the classes. Files are written and not kept.
-    """
+    """All policies on one pool, then stock diffusers; without a profile, classes are measured first."""
     found = ranks.admission(model).models.find(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
     auto, policies = load_policy("auto"), [text for text in texts if not is_stock(text)]

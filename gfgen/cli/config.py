@@ -111,10 +111,7 @@ def with_variables(command: click.Command, name: str) -> click.Command:
 
 
 def defaults_of(command: click.Command, name: str) -> dict[str, Any]:
-    """click's default_map of a command, from the files.
-
-    Raises: InputError for an option that the command does not have, in its own table.
-    """
+    """click's default_map of a command. Raises: InputError for an option that it has not in its own table."""
     found: dict[str, Any] = {}
     options = options_of(command)
     for file in reversed(read_files()):
@@ -209,7 +206,6 @@ def _variables(option: click.Option) -> Sequence[str]:
 def _settings(
     name: str, command: click.Command, files: Sequence[ConfigFile]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The options of a command that are set, with value and source."""
     for text, option in options_of(command).items():
         for variable in _variables(option):
             if value := os.environ.get(variable):

@@ -1,7 +1,4 @@
-"""`gfgen doctor` and `gfgen cache`: what is on this machine.
-
-Versions come from package metadata, because importing torch takes seconds.
-"""
+"""`gfgen doctor` and `gfgen cache`, by package metadata, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +6,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +24,11 @@ from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.models.ahead.places import compiler_dirs
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, needed
 from gfgen.models.families.registry import find_configs
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
-from gfgen.session import caches
 from gfgen.system.home import home
 from gfgen.system.machine import (
     COMPUTING,
@@ -158,16 +157,15 @@ def _caches() -> Iterator[str]:
             report = counting.wait()
         ready = f"{report.number('present')} of {report.counts.total()} are compiled"
         yield f"kernels for {', '.join(architectures)}: {ready} (`gfgen cache fill` compiles the others)"
-    tables = [path.name for path in caches.own_caches()["tables"].paths]
+    tables = [path.name for path in own_caches()["tables"].paths]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
-    hub = caches.hub_dir()
+    hub = hub_dir()
     free = free_bytes(hub) / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
 
 
 def _architectures() -> list[str]:
-    """Of the GPUs here."""
     try:
         cuda = driver()
     except RunError:
@@ -182,26 +180,26 @@ def cache(ctx: click.Context, *, as_json: bool) -> None:
     """List what gfgen keeps between runs, models from the hub, and the sizes of both."""
     if ctx.invoked_subcommand is not None:
         return
-    own = caches.own_caches().values()
-    models = {name: caches.size_of(path) for name, path in caches.hub_models()}
-    compilers = {name: caches.size_of(path) for name, path in caches.other_compiler_dirs().items()}
+    own = own_caches().values()
+    models = {name: size_of(path) for name, path in hub_models()}
+    compilers = {name: size_of(path) for name, path in other_compiler_dirs().items()}
     if as_json:
         click.echo(json.dumps({
             "folder": str(cache_dir()),
             "caches": [_facts(each) for each in own],
-            "hub": {"folder": str(caches.hub_dir()), "size_bytes": models},
+            "hub": {"folder": str(hub_dir()), "size_bytes": models},
             "compilers": [{"name": name, "folder": str(path), "size_bytes": compilers[name]}
-                          for name, path in caches.other_compiler_dirs().items()],
+                          for name, path in other_compiler_dirs().items()],
         }))  # fmt: skip
         return
     click.echo(f"of gfgen, in {_short(cache_dir())} ('gfgen cache clear' deletes them)")
     for each in own:
         click.echo(f"  {each.name:<12}{size_in_words(each.size_bytes):>11}  {each.about}")
-    click.echo(f"models from the hub, in {_short(caches.hub_dir())} ('hf cache rm model/ID' deletes one)")
+    click.echo(f"models from the hub, in {_short(hub_dir())} ('hf cache rm model/ID' deletes one)")
     for name, size in models.items():
         click.echo(f"  {size_in_words(size):>11}  {name}")
     click.echo("of PyTorch's compilers, also for other programs")
-    for name, path in caches.other_compiler_dirs().items():
+    for name, path in other_compiler_dirs().items():
         click.echo(f"  {name:<12}{size_in_words(compilers[name]):>11}  {_short(path)}")
 
 
@@ -245,7 +243,7 @@ def clear(names: tuple[str, ...], *, yes: bool, as_json: bool) -> None:
 
     Do this while no run is active. gfgen makes kernels and built-in models again when it needs them.
     """
-    known = caches.own_caches()
+    known = own_caches()
     for name in names:
         if name not in known:
             hint = f"did you mean {near}? " if (near := nearest_name(name, known)) else ""
@@ -290,7 +288,7 @@ def _words(profile: Profile) -> str:
     return f"{counted(len(profile.rows), 'time')} on {profile.device}, of {source}, {profile.date}"
 
 
-def _facts(cache: caches.Cache) -> dict[str, Any]:
+def _facts(cache: Cache) -> dict[str, Any]:
     return {"name": cache.name, "about": cache.about, "paths": [str(path) for path in cache.paths],
             "size_bytes": cache.size_bytes}  # fmt: skip
 
@@ -298,3 +296,70 @@ def _facts(cache: caches.Cache) -> dict[str, Any]:
 def _short(path: Path) -> str:
     own = home()  # in a container perhaps the root folder
     return f"~/{path.relative_to(own)}" if own.name and path.is_relative_to(own) else str(path)
+
+
+_PATTERNS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "profiles": ("measured task times", ("profiles/*.json", "profiles/.*.part")),
+    "kernels": ("compiled exchanges between GPUs", ("kernels/*.cubin", "kernels/tmp*", "kernels/*.lock")),
+    "inductor": ("compiled blocks (`--compile`)", ("inductor",)),
+    "tables": ("choices of `gfgen bench gfc --tune`", ("gfc-*.json",)),
+    "tiny-models": ("built-in models for tests", ("tiny-*",)),
+    "single-files": ("links to files of weights", ("single-files",)),
+    "calls": ("which calls pipelines refuse, and what they read of texts", ("calls/*.json", "calls/.*.part")),
+    "previews": ("colours for previews", ("previews/*.json",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    name: str
+    about: str
+    paths: Sequence[Path]
+    """Its files, and folders that belong to it as a whole."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(size_of, self.paths))
+
+    def clear(self) -> None:
+        for path in self.paths:
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                raise RunError(f"{path}: cannot be deleted ({error.strerror})") from None
+
+
+def own_caches() -> dict[str, Cache]:
+    """gfgen's own, by name, also those that are empty."""
+    folder = cache_dir()
+    return {
+        name: Cache(name, about, sorted(path for pattern in patterns for path in folder.glob(pattern)))
+        for name, (about, patterns) in _PATTERNS.items()
+    }
+
+
+def hub_dir() -> Path:
+    """Where models from the Hugging Face hub are, as huggingface_hub finds it."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def hub_models() -> Iterator[tuple[str, Path]]:
+    for path in sorted(hub_dir().glob("models--*")):
+        yield path.name.removeprefix("models--").replace("--", "/"), path
+
+
+def other_compiler_dirs() -> dict[str, Path]:
+    """Caches of PyTorch's compilers that are not in gfgen's folder."""
+    folder = cache_dir()
+    return {name: path for name, path in compiler_dirs().items() if not path.is_relative_to(folder)}
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; links count as themselves."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size if path.is_symlink() or path.exists() else 0
+    return sum(size_of(Path(folder, name)) for folder, _, names in os.walk(path) for name in names)

@@ -103,8 +103,6 @@ A_MODEL, A_POLICY = Named(*(model.name for model in MODELS)), Named(*BUILT_IN)
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """What click knows of one field of a dataclass."""
-
     names: Sequence[str]
     attributes: Mapping[str, Any]
     is_argument: bool = False
@@ -141,10 +139,7 @@ class _Group:
 
 
 def option(help_: str, *names: str, **attributes: Any) -> Any:
-    """A field of a dataclass of options; `attributes` are click's.
-
-    Without a long name the option is called like the field. A default is shown unless `show_default` says so.
-    """
+    """A field of a dataclass of options, named like the option; `attributes` are click's."""
     shown = {"show_default": True} if "default" in attributes else {}
     attributes = {**shown, **attributes, "help": help_}
     default = attributes.get("default", () if attributes.get("multiple") else None)
@@ -162,17 +157,13 @@ def argument(**attributes: Any) -> Any:
 
 
 def group(kind: type[Any], *, without: Collection[str] = (), cls: Any = None, **own: Any) -> Any:
-    """A field with a dataclass: its options, some of them left out, or `own` ones for its fields.
-
-    `cls` replaces click's class of these options.
-    """
+    """A field with a dataclass: its options without some, with `own` ones; `cls` replaces click's class."""
     named = {name: each for name, each in {**_fields_of(kind), **own}.items() if name not in without}
     members = {name: each.metadata["click"] for name, each in named.items()}
     return field(metadata={"click": _Group(kind, members, {} if cls is None else {"cls": cls})})
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:
-    """The fields that have options, in the order in which the class itself declares them."""
     fields = {each.name: each for each in dataclasses.fields(kind)}
     return {name: fields[name] for name in kind.__annotations__ if "click" in fields[name].metadata}
 
@@ -307,10 +298,7 @@ class RankOptions(AskedRanks):
     )
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
-
-        Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
-        """
+        """These ranks on this machine, `cpu_ranks` without GPUs. Raises: InputError if it has fewer GPUs."""
         if self.gpus is not None:
             _show_only(self.gpus)
         ranks = self.here(cpu_ranks=cpu_ranks)
@@ -321,7 +309,10 @@ class RankOptions(AskedRanks):
         if self.gpus is not None and self.ranks is None and len(ranks.devices.gpus) <= self.gpus.count(","):
             logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
         if not ranks.are_on_gpus:
-            _tell_of_graphs("on CPU ranks, which launch no kernels")
+            context = click.get_current_context()
+            if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
+                word = "--graphs" if context.params["graphs"] else "--no-graphs"
+                logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
@@ -342,13 +333,6 @@ def _show_only(gpus: str) -> None:
     if shown and any(int(part) >= len(shown) for part in chosen):
         raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)
-
-
-def _tell_of_graphs(where: str) -> None:
-    context = click.get_current_context()
-    if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
-        word = "--graphs" if context.params["graphs"] else "--no-graphs"
-        logger.info("%s has no effect %s", word, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
 SMALL_SIZES = {"video": ("128x128x1", "128x128x17", "128x128x33"), "image": ("128x128", "256x256", "384x384")}
-"""Of the built-in models."""
 SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
     "image": ("512x512", "1024x1024", "1536x1536"),
@@ -155,7 +154,6 @@ def _widest(options: Ranks) -> int:
 
 
 def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -> Sequence[AdmittedJob]:
-    """One job per model and size; on GPUs without sizes, the job classes of `gfgen bench`."""
     specs: list[JobSpec] = []
     for model in models:
         if options.are_on_gpus and model in MIXES and not sizes:
@@ -190,7 +188,6 @@ def _size(text: str) -> tuple[int, int, int | None]:
 
 
 def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Iterator[str]:
-    """The command line without folders."""
     if jobs is not None:
         yield Path(jobs).name
     for name, values in (("--model", models), ("--size", sizes)):
@@ -264,11 +261,6 @@ def _measure(
 
 
 class _Unfinished:
-    """Finished measurements of an incomplete profile, in a file next to it.
-
-    They count only on the same device, with the same ranks, options and versions.
-    """
-
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
         content = json.dumps([options.profiled_as, versions(), options.num_ranks, *options.words])
@@ -286,10 +278,7 @@ class _Unfinished:
         self._lines: LineFile | None = None
 
     def open(self) -> None:
-        """Create the file before anything is measured.
-
-        Raises: InputError when its folder cannot be created; OutputError when the file cannot.
-        """
+        """Create the file before anything is measured. Raises: InputError or OutputError if that fails."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -124,7 +124,6 @@ class JobReport:
 
     @property
     def started_at(self) -> float:
-        """Of its first task."""
         started_s, ended_s = self.timings.get("started_s"), self.timings.get("ended_s")
         if started_s is None or ended_s is None:
             return self.ended_at
@@ -247,7 +246,6 @@ class FolderReport:
         }
 
     def as_html(self, target: Path) -> str:
-        """A page for the file `target`: it holds thumbnails, and links to the files."""
         from jinja2 import Environment, PackageLoader
 
         pages = Environment(loader=PackageLoader(__package__, "shown"), autoescape=True)
@@ -267,13 +265,11 @@ def _clock(moment: float) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path from the current folder, if it is inside of it."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Mapping[str, str | None] | None:
-    """The job's file: its name, its URL from the page and its thumbnail; None if it is not there."""
     path = folder / str(job.line.get("file"))
     if not job.line.get("file") or not path.is_file():
         return None
@@ -286,7 +282,6 @@ def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Ma
 
 
 def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Path, str, str]]]:
-    """The pictures of each sheet; with more than one, their names have numbers. Raises: InputError."""
     shown = [each for job in found.jobs for each in job.pictures(found.folder)]
     parts = [shown[start : start + MAX_ON_SHEET] for start in range(0, len(shown) or 1, MAX_ON_SHEET)]
     names = [sheet.name] if len(parts) == 1 else [numbered_name(sheet.name, 1 + i) for i in range(len(parts))]
@@ -314,7 +309,6 @@ def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:
 
 
 def _thumbnail(path: Path) -> str | None:
-    """A small WEBP in base64; None if the file cannot be shown."""
     try:
         return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
     except (OSError, ValueError, ImageError) as error:

@@ -194,10 +194,7 @@ def _options_of(
 def run_jobs(
     session: Session, admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str]
 ) -> Summary:
-    """Run admitted jobs, except those that an earlier run has done.
-
-    Raises: InterruptedRunError when a signal ended the run before all jobs had.
-    """
+    """Run admitted jobs that are not done. Raises: InterruptedRunError when a signal ended the run before."""
     todo = [job for job in admitted if job.job_id not in done]
     if not todo:
         if options.trace:
@@ -253,10 +250,7 @@ def _joined(first: Summary, retried: Summary) -> Summary:
 
 
 def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary:
-    """Run the jobs of files that arrive in a folder, until a signal or the closing time.
-
-    Ranks hold the default model and those of the files that exist at the start.
-    """
+    """Run jobs of files that arrive in a folder, with the models of those that are there at the start."""
     check_watched(folder, options.output_dir)
     check_trace(options.trace)
     _ = session.signals  # caught from here on: looking at the folder and loading may take long
@@ -291,10 +285,7 @@ def _run(
     inbox: Inbox | None = None,
     before: Summary | None = None,
 ) -> Summary:
-    """Run jobs; returns the summary, together with that of the run whose failed jobs these are.
-
-    Raises: InterruptedRunError when a signal ended the run.
-    """
+    """The summary, and that of the run whose failed jobs these are. Raises: InterruptedRunError."""
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox], watched=inbox.folder)
     observers = [*_observers(options), *watchers]
     try:
@@ -365,14 +356,13 @@ def _observers(options: RunOptions) -> list[Observer]:
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:
-        from gfgen.runtime.report.trace import TraceWriter
+        from gfgen.runtime.files.trace import TraceWriter
 
         observers.append(TraceWriter(options.trace))
     return observers
 
 
 def _report(summary: Summary, options: RunOptions) -> None:
-    """Print the summary, the folder of the files and the number of jobs left, or JSON."""
     if options.logs.log_json:
         _tell_of_end(summary, options)
         return

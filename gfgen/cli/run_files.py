@@ -107,10 +107,7 @@ def claims_of(source: JobSource, options: RunOptions) -> Claims:
 def admit_jobs(
     source: JobSource, admission: Admission, options: RunOptions
 ) -> tuple[Sequence[AdmittedJob], Claims, Sequence[Problem]]:
-    """The jobs of a source, those that are finished among the claims, and the problems of the others.
-
-    Raises: as `judge` and `jobs_to_run`.
-    """
+    """The jobs, the finished ones among the claims, and the problems. Raises: as `judge`."""
     claims = claims_of(source, options)
     found = judge(source, admission, claims=claims, has_bar=has_bar(options))
     admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
@@ -118,7 +115,6 @@ def admit_jobs(
 
 
 def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:
-    """A run on this machine, or on a cluster."""
     if cluster is None:
         return Session(options)
     from gfgen.cluster.session import ClusterSession
@@ -171,10 +167,7 @@ class ClusterOptions:
 
     @contextlib.contextmanager
     def connected(self, given: Any, *, model: str, output_dir: Path) -> Iterator[RayCluster | None]:
-        """The cluster for a command with `ranks`, `policy` and `lookahead`; None without --ray.
-
-        Raises: InputError as `RayCluster`.
-        """
+        """The cluster of a command with these options; None without --ray. Raises: InputError."""
         if self.ray is None:
             yield None
             return
@@ -269,7 +262,6 @@ class FileHook(Observer):
 
 
 def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:
-    """Run a command with the counts of a run; `status` is done, failed or stopped."""
     variables = {
         "STATUS": status,
         "DONE": str(summary.num_done),
@@ -282,11 +274,7 @@ def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: s
 
 
 def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
-    """Run a shell command with GFGEN_ variables; a failure is logged. Returns whether it succeeded.
-
-    Its output goes to a file, not to a pipe: a command that it leaves in the background (`CMD &`) would
-    keep a pipe open.
-    """
+    """Run a shell command with GFGEN_ variables, its output in a file: `CMD &` would keep a pipe open."""
     values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
     with tempfile.TemporaryFile() as output:
         try:

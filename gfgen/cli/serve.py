@@ -34,7 +34,7 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits, check_key, read_keys
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.server.shown.webhooks import secret_bytes
@@ -53,7 +53,6 @@ DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
 NOT_SERVED = "it is not served any more: start the server with --model NAME too"
-"""What to do about a model of an earlier start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +244,7 @@ def serve(given: Arguments) -> int:
             keys=keys,
             limits=given.limits,
             version=versions().get("gfgen", "unknown"),
+            commit=machine.commit(),
             api=given.api,
             log_level=logs.level,
             log_json=logs.log_json,
@@ -261,11 +261,7 @@ def serve(given: Arguments) -> int:
 
 
 def serve_models(options: ServeOptions) -> None:
-    """Serve until a signal comes.
-
-    Raises: InputError when the address or a model is unavailable; LockedError when another run holds
-            the output folder; InterruptedRunError when a second signal did not let steps end.
-    """
+    """Serve until a signal comes. Raises: InputError; LockedError; InterruptedRunError at a second signal."""
     machine.allow_most()
     check_limits()
     with contextlib.ExitStack() as stack:
@@ -290,12 +286,14 @@ def serve_models(options: ServeOptions) -> None:
         try:
             session.load([], models=options.models)
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
-            most = None if options.job_bounds is None else options.job_bounds.frames
-            models = [served_model(each, created=int(time.time()), most_frames=most) for each in found]
+            bounds = options.job_bounds or JobBounds()
+            models = [served_model(each, created=int(time.time()), bounds=bounds) for each in found]
             for each in models:
-                if each.usual_frames is not None:
-                    frames = f"jobs without a length have {counted(each.usual_frames, 'frame')}"
-                    logger.warning("--max-frames %s is below the default of %s: %s", most, each.id, frames)
+                each.patches = list(options.loras)
+                if each.limited:
+                    values = ", ".join(f"{name} = {value}" for name, value in each.limited.items())
+                    which = f"--max-frames, --max-steps or --max-pixels is below a default of {each.id}"
+                    logger.warning("%s: jobs without it have %s", which, values)
             session.warm_up(usual_jobs(models, loaded))
         except InterruptedRunError:
             text = "stopped while the models were loading; open jobs continue at the next start"
@@ -306,7 +304,7 @@ def serve_models(options: ServeOptions) -> None:
 
 def usual_jobs(models: Sequence[ServedModel], admit: Admit) -> Sequence[AdmittedJob]:
     specs = [
-        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, frames=model.usual_frames)
+        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, **model.limited)
         for number, model in enumerate(models)
     ]
     admitted, _ = admit(specs)
@@ -322,10 +320,7 @@ def serve_on(
     admit: Admit,
     admit_again: Admit,
 ) -> None:
-    """Run the control loop on ready ranks, first with the jobs of the store, until the stop.
-
-    `admit_again` is for jobs that were admitted before.
-    """
+    """Run the control loop, first with the jobs of the store, which `admit_again` admits, until the stop."""
     options, clock = session.options, Clock()
     device = options.ranks.gpu_name or options.ranks.devices.kind
     info = RunInfo(
@@ -358,12 +353,12 @@ def serve_on(
     logger.info("stopped; %s", text, extra=log.fields(event="server_stopped", open=num_open))
 
 
-def _checked_keys(given: Arguments) -> Mapping[str, str]:
+def _checked_keys(given: Arguments) -> Mapping[str, NamedKey]:
     """The keys of --key-file. Raises InputError for bad keys, or if others could use the server without."""
     if given.api_key is not None:
         check_key(given.api_key, where="--api-key")
     keys = {} if given.key_file is None else read_keys(given.key_file)
-    if given.api_key in keys.values():
+    if given.api_key in [each.key for each in keys.values()]:
         raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
     if not (is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(

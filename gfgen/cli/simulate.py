@@ -32,9 +32,9 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
+from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, RankPlanner
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
@@ -51,8 +51,6 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """The options by which both commands predict."""
-
     profile_path: Path | None = opt.profile_option()
     model: str = opt.model_option()
     batch: int = opt.batch_option()
@@ -148,7 +146,6 @@ def _place(num_ranks: int, counts: Sequence[int], num_nodes: int | None, nodes: 
 
 
 def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
-    """Such as '4 ranks', or '1 and 2 nodes with 8 ranks'."""
     ranks = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
     if nodes is None:
         return ranks
@@ -165,18 +162,15 @@ def _simulate(
             manifest = ManifestWriter(folder / MANIFEST_NAME, is_simulated=True)
             writers = manifest, TraceWriter(folder / TRACE_NAME, is_simulated=True)
             observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
-        residency = room.residency(num_ranks)
+        start["residency"] = room.residency(num_ranks)
         return run_simulation(
-            room.jobs, num_ranks=num_ranks, observers=observers, residency=residency, **start
+            room.jobs, num_ranks=num_ranks, observers=observers, reads_s=room.reads_s, **start
         )
 
 
 @contextlib.contextmanager
 def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]:
-    """Create and lock the output folders, and remove earlier simulations.
-
-    Raises: LockedError while a run uses a folder; InputError for a folder of a real run.
-    """
+    """Hold output folders, without earlier simulations. Raises: LockedError; InputError for a real run's."""
     with contextlib.ExitStack() as stack:
         held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
         for folder in held:
@@ -217,7 +211,6 @@ def _clear(output: Path, held: Collection[Path]) -> None:
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
-    """The folder of a run: a subfolder if there are several runs."""
     if output is None or is_only:
         return output
     return output / re.sub(r"[^\w.=]+", "-", name).strip("-.")
@@ -233,7 +226,7 @@ def _report(
     as_json: bool,
     failures: Sequence[str],
 ) -> None:
-    turns = room.in_words(most)
+    turns = room.in_words(most, profile)
     found = {doubt for _, run in runs for doubt in run.doubts}
     doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
@@ -265,9 +258,6 @@ def _run_as_json(name: str, run: Simulated) -> dict[str, Any]:
 
 def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"
-
-
-# Plans --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +328,6 @@ def plan(given: PlanArguments) -> None:
 def _made(
     room: prediction.SimulatedMemory, policies: Sequence[str], given: PlanArguments, window: PlanWindow
 ) -> tuple[Plan, Profile, str | None]:
-    """The plan, its profile, and which models take turns."""
     jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile_path
     if nodes is None:
         num_ranks = max(ranks or prediction.default_ranks(path, jobs))
@@ -352,17 +341,16 @@ def _made(
             counts = ranks or range(1, profile.num_ranks + 1)
             usual = [name for name in BUILT_IN if name not in NO_CHOICE]
             usual += [f"srtf,degree={num_ranks}"] if num_ranks > 1 else []
-            planner = RankPlanner(residency=room.residency, **about)
+            planner = RankPlanner(residency=room.residency, reads_s=room.reads_s, **about)
             made = planner.plan(policies or usual, num_ranks=num_ranks, rank_counts=counts)
         else:
             made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
             on = f"{counted(nodes.number, 'node')} of {on}"
-    return replace(made, machine=on), profile, room.in_words(num_ranks)
+    return replace(made, machine=on), profile, room.in_words(num_ranks, profile)
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[PlanProgress]:
-    """Show a bar on a terminal after a second."""
     if not has_cursor(sys.stderr):
         yield lambda what, share: None
         return

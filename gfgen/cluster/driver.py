@@ -1,7 +1,4 @@
-"""The control loop over nodes: the state, policies, records and signals of a run on one machine.
-
-Its backend makes jobs of nodes from dispatches, and events from reports of nodes.
-"""
+"""The control loop over nodes: its backend makes jobs of dispatches, and events of the nodes' reports."""
 
 from __future__ import annotations
 
@@ -12,8 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.cluster.handout import HandOut
-from gfgen.cluster.node import Cluster, Fleet, JobEnded, Node, NodeJoined, NodeLost, NodeNotes, Report
+from gfgen.cluster.node import (
+    Cluster,
+    Fleet,
+    HandOut,
+    JobEnded,
+    Node,
+    NodeJoined,
+    NodeLost,
+    NodeNotes,
+    Report,
+)
 from gfgen.cluster.watchers import Watchers
 from gfgen.errors import OutputError
 from gfgen.graph import Stage, Task, Trajectory
@@ -42,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Who else takes part in a run of the driver."""
-
     inputs: Sequence[Requests] = ()
     """Signals, and requests from outside."""
     watchers: Watchers | None = None
@@ -65,7 +69,6 @@ class ClusterBackend:
     """Seconds from now to the deadline of a job; None without one."""
     links: Links
     outcomes: dict[str, JobOutcome] = field(default_factory=dict)
-    """How jobs ended on their nodes, until the driver has concluded them."""
     _jobs: dict[str, AdmittedJob] = field(default_factory=dict)
     _attempts: dict[int, Dispatch] = field(default_factory=dict)
     """Those of living nodes; a report of any other comes too late."""
@@ -199,8 +202,6 @@ class ClusterBackend:
 
 
 class Driver(Control):
-    """One run on a cluster, from the first arrival to the last file."""
-
     backend: ClusterBackend
     handout: HandOut
 
@@ -232,8 +233,6 @@ class Driver(Control):
 
 @dataclass(frozen=True, slots=True)
 class _WholeJobs:
-    """The jobs of another intake, as the driver sees them."""
-
     intake: Intake
 
     def take(self) -> Sequence[AdmittedJob]:
@@ -252,7 +251,6 @@ def driver_of(
     links: Links | None = None,
     **options: Any,
 ) -> Driver:
-    """A driver for these jobs; `options` are those of `Control`."""
     handout = HandOut(policy, fleet)
     whole = [as_whole(job) for job in jobs]
     state = State(whole, start, clock=clock, costs=WholeJobCosts(profile))
@@ -278,9 +276,6 @@ def start_of(fleet: Fleet, **circumstances: Any) -> RunStart:
         islands=[list(fleet.lanes_of(slot)) for slot in range(fleet.num_slots)],
         **circumstances,
     )
-
-
-# Whole jobs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +309,7 @@ def as_whole(job: AdmittedJob) -> AdmittedJob:
 
 
 def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
-    """The job as a node gets it: it arrives at once, and is due in `left_s`, whatever the node's clock says.
-
-    The driver watches over its timeout.
-    """
+    """The job as a node gets it: due in `left_s`, and without timeout, which the driver watches."""
     whole = job.trajectory
     spec = replace(job.spec, arrival_s=0.0, deadline_s=left_s, deadline_at=None, timeout_s=None)
     steps = Trajectory(*_parts_of(whole))

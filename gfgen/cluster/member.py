@@ -7,6 +7,7 @@ because a session starts processes from its main thread, which an actor does not
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import queue
@@ -46,16 +47,13 @@ logger = logging.getLogger(__name__)
 NOTES_S = 0.25
 """Between two reports of what ranks do."""
 DEAF_S = 45.0
-"""An actor whose driver has been silent for this time ends. Ray ends it sooner, unless the machine has
-lost its connection or its Ray."""
+"""An actor whose driver has been silent for this time ends, if Ray does not end it sooner."""
 END_S = 20.0
 """How long the process may take to end its ranks before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberOptions:
-    """What all nodes of a run have in common."""
-
     policy: str
     model: str
     ranks: AskedRanks
@@ -86,19 +84,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The ranks have loaded the models."""
-
     ranks: Ranks
     made_with: Mapping[str, Mapping[str, Any]]
-    """By model."""
     began_at: float
     """Unix time at the start of the node's run, by its clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The process cannot work, or has ended."""
-
     reason: str
 
 
@@ -125,10 +118,7 @@ def attempt_folder(attempt: int) -> str:
 
 
 class JobFeed(Observer):
-    """Jobs and requests from the connection, and the ends of jobs to it.
-
-    A thread reads; the control loop calls everything else.
-    """
+    """Jobs and requests from the connection, which a thread reads, and the ends of jobs to it."""
 
     refresh_s = NOTES_S
 
@@ -184,7 +174,6 @@ class JobFeed(Observer):
         return taken
 
     def _admit(self, start: Start) -> None:
-        """Admit the job again, with this machine's models and memory."""
         info = replace(start.info, file=f"{attempt_folder(start.attempt)}/{start.info.file}")
         if start.attempt in self._early:
             self._early.discard(start.attempt)
@@ -248,7 +237,6 @@ class JobFeed(Observer):
 
 
 def serve(connection: Connection) -> None:
-    """Run jobs until the connection is closed."""
     setup: Setup = connection.recv()
     options = setup.options
     with contextlib.suppress(OSError):
@@ -290,9 +278,6 @@ def main(fd: int) -> int:
             connection.send(Gone(str(error) if isinstance(error, GfgenError) else in_one_line(error)))
         return 1
     return 0
-
-
-# The actor -------------------------------------------------------------------------------------
 
 
 def versions_here() -> Mapping[str, str]:
@@ -337,7 +322,6 @@ class NodeActor:
         )
 
     def load(self, models: Sequence[str]) -> Ready | Gone:
-        """Start the process with these models, and wait until it is ready."""
         setup = Setup(self._options, self._folder, tuple(models))
         threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
         first = self._reports.get()
@@ -369,7 +353,6 @@ class NodeActor:
         shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
 
     def stop(self) -> None:
-        """End the process and remove its folder."""
         self.send(None)
         if self._process is not None:
             try:
@@ -386,11 +369,10 @@ class NodeActor:
         os._exit(1)  # the process dies with this one
 
     def _run(self, setup: Setup) -> None:
-        """Run the process to its end; it would die with this thread."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                module_command("gfgen.cluster.member_main", str(theirs.fileno())),
+                module_command("gfgen.cluster.member", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 env=module_environment(),
                 stdin=subprocess.DEVNULL,
@@ -405,3 +387,7 @@ class NodeActor:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._reports.put(Gone(f"its process {how}"))
+
+
+if __name__ == "__main__":  # what it sends names the classes of the imported module
+    sys.exit(importlib.import_module("gfgen.cluster.member").main(int(sys.argv[1])))

@@ -1,23 +1,23 @@
-"""What the driver knows of nodes: what it asks of one, and what the cluster reports."""
+"""What the driver knows of nodes, what the cluster reports, and which jobs each node gets (`HandOut`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from gfgen.layout import MAX_RANKS, Layout
+from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.snapshot import JobView
+from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
 
 class Node(Protocol):
-    """A machine with ranks, which runs the jobs that it was given by the policy of the run.
-
-    A node that comes back after it was lost is another node, with another name.
-    """
+    """A machine with ranks, which runs jobs by the policy of the run; one that comes back is another node."""
 
     @property
     def name(self) -> str: ...
@@ -65,7 +65,6 @@ class JobEnded:
     attempt: int
     outcome: JobOutcome
     delivery: Delivery | None = None
-    """None if there are no files."""
 
 
 Note = Dispatch | Event | JobView
@@ -91,21 +90,16 @@ class Cluster(Protocol):
 
 
 LANES_PER_RANK = 4
-"""One for a job that runs, MAX_AHEAD for jobs ahead of need, one for an urgent one (handout.py)."""
+"""One for a job that runs, MAX_AHEAD for jobs ahead of need, one for an urgent one."""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The nodes that live, by slot. The `num_lanes` lanes of a slot are ranks of the driver's state.
-
-    A job that was handed to a node has one of its lanes until it ends. A node has more lanes than ranks, for
-    jobs that were handed out ahead of need and for urgent ones, so a lane is no particular rank.
-    """
+    """Living nodes by slot, whose lanes are ranks of the driver's state; a job handed to a node has one."""
 
     num_slots: int
     num_lanes: int
     nodes: dict[int, Node] = field(default_factory=dict)
-    """Living nodes by slot."""
 
     @classmethod
     def of(cls, num_slots: int, *, num_ranks: int) -> Fleet:
@@ -137,3 +131,178 @@ class Fleet:
         if slot is not None:
             del self.nodes[slot]
         return slot
+
+
+ROUND_TRIP_S = 0.05
+"""From the end of a job on a node to the start of the next one that the driver hands out for it."""
+QUEUE_SHARE = 0.25
+"""Of the waiting jobs per rank."""
+MAX_AHEAD = 2
+"""Jobs ahead of need per rank."""
+AT_ONCE = 2
+"""Jobs that a node gets before others with room get some; with more, the longest ones end on one node."""
+
+
+Patience = tuple[int, float, float]
+"""Precedence, deadline, time left. The largest lets others overtake it first, whatever the policy."""
+
+
+class HandOut:
+    """The policy of the driver: `decide` gives jobs lanes of nodes, and asks the run's policy node by node.
+
+    A node gets as many jobs as it has ranks, and a few ahead of need. An urgent job does not wait for these:
+    if the policy would run it now in place of a job that a node has, that node gets it, too, and its own
+    policy lets it overtake at the next step.
+    """
+
+    def __init__(self, policy: NamedPolicy, fleet: Fleet) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._given: dict[str, JobView] = {}
+        """The views of jobs that nodes have, as they were handed out."""
+        self.wants_turn = False
+        """After the last decisions some node still has room: asking again may bring more."""
+
+    @property
+    def named(self) -> NamedPolicy:
+        """For the control loop. The driver never changes the policy: each node does, if it is `auto`."""
+        return NamedPolicy(self._policy.name, self.decide, is_built_in=self._policy.is_built_in)
+
+    def follow(self, policy: NamedPolicy) -> None:
+        self._policy, self.wants_turn = policy, True
+
+    def decide(self, snapshot: Snapshot) -> list[Decision]:
+        """Jobs for the node with the most room; if no node has any, urgent ones that overtake."""
+        handed = self._handed(snapshot.running)
+        rooms = self._rooms(snapshot, handed)
+        decisions: list[Decision] = []
+        if rooms:
+            slot = max(rooms, key=lambda slot: (rooms[slot] / self._num_ranks(slot), -slot))
+            share = math.ceil(len(snapshot.open) / len(rooms))
+            if len(handed[slot]) >= self._num_ranks(slot):
+                share = min(share, AT_ONCE)
+            decisions = self._next_jobs(snapshot, slot, rooms[slot])[:share]
+            self.wants_turn = bool(decisions) and (len(rooms) > 1 or rooms[slot] > len(decisions))
+        return decisions or self._overtake(snapshot, handed)
+
+    def _handed(self, running: Iterable[RunningTask]) -> dict[int, dict[str, RunningTask]]:
+        """By slot of a living node, the jobs that it has."""
+        handed: dict[int, dict[str, RunningTask]] = {slot: {} for slot in self._fleet.nodes}
+        for task in running:
+            slot = self._fleet.slot_of(task.layout.ranks[0])
+            if slot in handed:
+                handed[slot][task.task.job_id] = task
+        known = {job_id for jobs in handed.values() for job_id in jobs}
+        if len(self._given) > 2 * len(known) + MAX_RANKS:
+            self._given = {job_id: view for job_id, view in self._given.items() if job_id in known}
+        return handed
+
+    def _rooms(self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]) -> dict[int, int]:
+        """By slot, how many more jobs its node can use, if any."""
+        ahead, besides = self._ahead(snapshot)
+        rooms = {}
+        for slot, node in self._fleet.nodes.items():
+            room = node.num_ranks + math.floor(node.num_ranks * ahead + besides) - len(handed[slot])
+            if room > 0:
+                rooms[slot] = room
+        return rooms
+
+    def _ahead(self, snapshot: Snapshot) -> tuple[float, float]:
+        """Jobs that a node gets ahead of need: per rank, and besides.
+
+        Those that may end within a round trip, and a share of the queue: policies use ranks better if they
+        can choose among jobs. The share shrinks with the queue. Otherwise one node would be busy at the end
+        while ranks of others idle.
+        """
+        if len(self._fleet.nodes) == 1:
+            return MAX_AHEAD, 0.0
+        waiting = len(snapshot.open) / self._fleet.num_ranks
+        if waiting < 1:
+            return 0.0, 0.0
+        soon = ROUND_TRIP_S / max(next(iter(snapshot.open.values())).remaining_s, 1e-3)
+        return min(MAX_AHEAD, max(soon, QUEUE_SHARE * waiting)), 1.0
+
+    def _next_jobs(self, snapshot: Snapshot, slot: int, room: int) -> list[Decision]:
+        """What the policy would start on a node with this many free ranks, on lanes of that node."""
+        num_ranks = self._num_ranks(slot)
+        chosen = self._chosen(_of_node(snapshot, num_ranks, num_free=min(room, num_ranks)))
+        return self._on_lanes(snapshot, slot, chosen[:room])
+
+    def _chosen(self, snapshot: Snapshot) -> list[JobView]:
+        tasks = [decision.task for decision in self._policy.decide(snapshot)]
+        return [snapshot.open[task.job_id] for task in tasks if task.job_id in snapshot.open]
+
+    def _on_lanes(self, snapshot: Snapshot, slot: int, jobs: Sequence[JobView]) -> list[Decision]:
+        lanes = self._fleet.lanes_of(slot)
+        free = [view.rank for view in snapshot.ranks if view.can_take and view.rank in lanes]
+        decisions = []
+        for job, lane in zip(jobs, free, strict=False):
+            self._given[job.job_id] = job
+            decisions.append(Decision(job.next_task, Layout.single(lane)))
+        return decisions
+
+    def _overtake(
+        self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]
+    ) -> list[Decision]:
+        full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < self._most(slot)]
+        if not full:
+            return []
+        first = self._chosen(_of_node(snapshot, self._num_ranks(full[0]), num_free=1))[:1]
+        patience = {slot: self._most_patient(handed[slot].values(), snapshot.now_s) for slot in full}
+        fit = [slot for slot in full if first and _may_go_before(_patience(first[0]), patience[slot])]
+        if not fit:
+            return []
+        slot = max(fit, key=lambda slot: (-len(handed[slot]) / self._num_ranks(slot), patience[slot]))
+        there = [self._view_of(task, snapshot.now_s) for task in handed[slot].values()]
+        asked = {view.job_id: view for view in (*there, *first)}
+        alone, num_ranks = replace(snapshot, open=asked, orders=None), self._num_ranks(slot)
+        if first[0] not in self._chosen(_of_node(alone, num_ranks, num_free=num_ranks)):
+            return []
+        self.wants_turn = True
+        return self._on_lanes(snapshot, slot, first)
+
+    def _num_ranks(self, slot: int) -> int:
+        return self._fleet.nodes[slot].num_ranks
+
+    def _most_patient(self, running: Iterable[RunningTask], now_s: float) -> Patience:
+        return max(
+            (given.precedence, given.deadline_s, _left_s(given, task, now_s))
+            for task in running
+            for given in [self._given[task.task.job_id]]
+        )
+
+    def _most(self, slot: int) -> int:
+        """Jobs on a node when all that it runs have overtaken others."""
+        return (MAX_AHEAD + 2) * self._num_ranks(slot)
+
+    def _view_of(self, running: RunningTask, now_s: float) -> JobView:
+        given = self._given[running.task.job_id]
+        return replace(given, remaining_s=_left_s(given, running, now_s), last_layout=Layout.single(0))
+
+
+def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
+    """The same jobs, and the ranks of one node with nothing on those that are free."""
+    now_s, models = snapshot.now_s, snapshot.ranks[0].models if snapshot.ranks else frozenset[str]()
+    # A rank that is not free has no predicted end: its jobs share the node with others.
+    ranks = tuple(RankView(rank, now_s, rank < num_free, models) for rank in range(num_ranks))
+    return replace(
+        snapshot,
+        busy={},
+        running=(),
+        ranks=ranks,
+        islands=(tuple(range(num_ranks)),),
+        max_degree=min(num_ranks, MAX_RANKS),
+    )
+
+
+def _left_s(given: JobView, running: RunningTask, now_s: float) -> float:
+    return min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
+
+
+def _patience(job: JobView) -> Patience:
+    return job.precedence, job.deadline_s, job.remaining_s
+
+
+def _may_go_before(first: Patience, other: Patience) -> bool:
+    """Whether some policy might prefer it: it is ahead in one respect at least."""
+    return any(mine < its for mine, its in zip(first, other, strict=True))

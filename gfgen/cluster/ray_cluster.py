@@ -1,8 +1,4 @@
-"""Nodes of a Ray cluster: one actor on each, found again every few seconds.
-
-A thread looks for nodes; another one for each node brings it up, asks it for reports and fetches files. What
-they find comes to the control loop through a queue.
-"""
+"""Nodes of a Ray cluster; a thread looks for them, another one for each brings it up and follows it."""
 
 from __future__ import annotations
 
@@ -66,10 +62,8 @@ class RayCluster:
         self._refused: dict[str, str] = {}
         """By Ray's id, why a node cannot be used."""
         self._models: tuple[str, ...] | None = None
-        """None until the jobs are known: nodes wait for them."""
         self._change = threading.Condition(self._lock)
         self._has_looked = threading.Event()
-        """All machines of the first look at the list are known."""
         self._is_over = threading.Event()
         self._alone_since: float | None = None
         self._number = 0
@@ -78,11 +72,9 @@ class RayCluster:
         self._enough_at = 0.0
         """When the open jobs last filled all of them."""
         self.clock = Clock()
-        """The driver's, of the present run."""
         self._inputs: Sequence[Requests] = ()
         """Of the present run; each ends a wait."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when there are reports."""
 
     def __enter__(self) -> RayCluster:
         """Raises: InputError when there is no Ray or no cluster."""
@@ -112,7 +104,6 @@ class RayCluster:
 
     @property
     def joined(self) -> Sequence[RayNode]:
-        """Nodes that take jobs."""
         with self._lock:
             return [node for node in self._nodes.values() if node.ready is not None]
 
@@ -149,10 +140,7 @@ class RayCluster:
         self._wait_for(lambda node: node.ready is not None, "load the models")
 
     def _wait_for(self, is_fit: Callable[[RayNode], bool], what: str) -> Sequence[RayNode]:
-        """The nodes for which this is true, as soon as there is one; each must be so or fail in its time.
-
-        Raises: InputError if all are refused, or none has come for ALONE_S.
-        """
+        """The nodes for which this is true, once there is one. Raises: InputError if none can be."""
         last_s = time.monotonic()  # with a node
         with self._change:
             while not (found := [node for node in self._nodes.values() if is_fit(node)]):
@@ -183,12 +171,7 @@ class RayCluster:
             node.tell(event)
 
     def scale(self, num_jobs: int, busy: Collection[str]) -> None:
-        """Ask for as many nodes as the open jobs fill; let nodes go that have no job if fewer are enough.
-
-        A node that has just joined may not have been given its first job, so it stays for RELEASE_S.
-
-        busy: names of the nodes that have jobs.
-        """
+        """Ask for as many nodes as the open jobs fill; those without jobs (not `busy`) go if fewer do."""
         joined, now_s = self.joined, time.monotonic()
         if not joined:
             return
@@ -204,7 +187,6 @@ class RayCluster:
             self._release(node)
 
     def _want(self, number: int) -> None:
-        """Ask the autoscaler for nodes like the first one."""
         from ray.autoscaler.sdk import request_resources
 
         size = self.joined[0].size if self.joined else {}
@@ -258,7 +240,6 @@ class RayCluster:
     # Threads ---------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Bring up new nodes, as long as the run lasts."""
         while not self._is_over.is_set():
             try:
                 for node in self.ray.nodes():
@@ -295,7 +276,6 @@ class RayCluster:
         threading.Thread(target=self._serve, args=(node,), name=name, daemon=True).start()
 
     def _serve(self, node: RayNode) -> None:
-        """Bring up one node, and follow it to its end."""
         try:
             node.create()
             with self._change:
@@ -357,7 +337,6 @@ def connected(address: str) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         raise InputError(f"--ray {address}: local, auto or HOST:PORT is accepted")

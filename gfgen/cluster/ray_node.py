@@ -53,7 +53,6 @@ Read = Callable[[str, int, int], bytes]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
     address: str
-    """LOCAL, AUTO or HOST:PORT."""
     member: MemberOptions
     output_dir: Path
     is_shared: bool = False
@@ -82,7 +81,6 @@ class RayNode:
         self.ranks: Ranks | None = None
         """None until its actor has started."""
         self.ready: Ready | None = None
-        """None until it has loaded the models."""
         self.actor: Any = None
         self._cluster = cluster
         self._resources = resources
@@ -105,11 +103,9 @@ class RayNode:
 
     @property
     def _num_gpus(self) -> float:
-        """Zero for CPU ranks."""
         return self._resources.get("GPU", 0) if self._cluster.options.member.ranks.device != "cpu" else 0
 
     def create(self) -> None:
-        """Start the actor, and compare versions. Raises: InputError if it cannot be used."""
         ray = self._cluster.ray
         options = self._cluster.options
         if options.is_shared:
@@ -145,7 +141,6 @@ class RayNode:
         return its - (asked_at + time.time()) / 2
 
     def load(self, models: Sequence[str]) -> None:
-        """Load the models. Raises: InputError if it cannot."""
         for name in models:
             self.find_model(name)
         answer = self._answer(self.actor.load.remote(models), "loaded the models")
@@ -162,10 +157,7 @@ class RayNode:
         return found
 
     def _answer(self, call: Any, done: str) -> Any:
-        """What a call returns that may take long; the actor must show that it lives meanwhile.
-
-        Raises: InputError if the call takes MODELS_S, or what Ray raises of an actor that is gone or silent.
-        """
+        """What a call returns, while the actor shows that it lives. Raises: InputError; Ray's errors."""
         ray, until_s = self._cluster.ray, time.monotonic() + MODELS_S
         while True:
             try:
@@ -204,7 +196,6 @@ class RayNode:
                     self._cluster.report(NodeNotes(self.name, report.notes, begins_s))
 
     def _delivered(self, ended: Ended) -> JobEnded:
-        """The end of a job, with its files in the driver's reach."""
         ray, outcome, job = self._cluster.ray, ended.outcome, self._jobs.pop(ended.attempt)
         if outcome.status != "done":
             return JobEnded(self.name, ended.attempt, outcome)
@@ -242,7 +233,6 @@ def original(error: Exception) -> Exception:
 
 
 def said(error: Exception) -> str:
-    """What gfgen or Ray says, in one line."""
     if isinstance(error, GfgenError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -255,9 +245,6 @@ def said(error: Exception) -> str:
     if "creation task" in str(error):  # the actor's own error is in the last line
         return lines[-1][:300]
     return known.get(kind) or (lines[-1][:300] if lines else kind)
-
-
-# Files -----------------------------------------------------------------------------------------
 
 
 class FileDelivery:
@@ -324,7 +311,6 @@ class FileDelivery:
 
 
 def make_shared(output_dir: Path, name: str) -> Path:
-    """A folder for a node's files in a shared output folder."""
     folder = output_dir / ".nodes" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

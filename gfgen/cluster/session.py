@@ -28,13 +28,10 @@ from gfgen.session.session import RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
 
 SPARE_SLOTS = 16
-"""For nodes that join during the run."""
 
 
 @dataclass(kw_only=True)
 class NodeModels(Models):
-    """Looks models up on nodes."""
-
     cluster: RayCluster | None
     """None in another process, which knows the models that are loaded."""
 
@@ -52,13 +49,10 @@ class NodeModels(Models):
 
 @dataclass(kw_only=True)
 class NodeMemory(HostMemory):
-    """Each node checks its own memory."""
-
     has_inputs: bool = False
     """Nodes can read the files that jobs begin with."""
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
-        """The jobs whose files nodes can read, and problems for the others."""
         accepted = "nodes cannot read files of this machine; --shared says that all have the same folders"
         kept, problems = list[AdmittedJob](), list[Problem]()
         for job in jobs:
@@ -103,10 +97,7 @@ class ClusterSession(Session):
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
     ) -> None:
-        """Let nodes load the models of these jobs; returns when the first is ready.
-
-        Raises: InputError when no node can; InterruptedRunError when a signal comes first.
-        """
+        """Let nodes load models until one is ready. Raises: InputError if none can; InterruptedRunError."""
         names = sorted({*models, *(job.spec.model or "" for job in jobs)})
         self.checkpoints = frozenset(self.admission.models.find(name).checkpoint for name in names)
         with self.signals.interrupting("nodes were starting; nothing was started"):
@@ -171,7 +162,6 @@ class ClusterSession(Session):
         self._last_number = driver.state.flights.last_number
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
-        """As the first node says."""
         for node in self._cluster.joined:
             if node.ready is not None:
                 return node.ready.made_with.get(info.spec.model or "")

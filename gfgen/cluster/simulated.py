@@ -26,14 +26,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
-from gfgen.runtime.simulate.planner import (
-    ESTIMATE_SHARE,
-    Plan,
-    Planner,
-    PlanOption,
-    option_of,
-    option_of_run,
-)
+from gfgen.runtime.simulate.planner import ESTIMATE_SHARE, Plan, Planner, PlanOption, option_of, option_of_run
 from gfgen.runtime.simulate.simulation import (
     OutcomeRecorder,
     Simulated,
@@ -101,7 +94,6 @@ class SimulatedNode(Observer):
         self._cluster.tell(self, attempt)
 
     def receive(self, message: AdmittedJob | int, at_s: float) -> None:
-        """A job, or the number of an attempt to cancel, arrives from the driver."""
         self._clock.advance(at_s)
         if isinstance(message, AdmittedJob):
             self._waiting.append(message)
@@ -189,12 +181,7 @@ def simulate_nodes(
     observers: Sequence[Observer] = (),
     max_degree: int | None = None,
 ) -> Simulated:
-    """Run these jobs in virtual time on equal nodes of `num_ranks` ranks, with task times from the profile.
-
-    `max_degree` is the most ranks of one task. None: those of a node.
-
-    Raises: StalledError if the policy leaves jobs waiting forever.
-    """
+    """Run these jobs in virtual time on equal nodes, with tasks of `max_degree`. Raises: StalledError."""
     clock, kept = Clock(virtual=True), OutcomeRecorder()
     cluster, fleet = SimulatedCluster(clock), Fleet.of(num_nodes, num_ranks=num_ranks)
     times = profiled_times(profile, jobs, num_ranks=num_ranks)
@@ -226,7 +213,6 @@ def simulate_nodes(
 
 
 def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
-    """The summary of the driver, with what the ranks of nodes did."""
     return replace(
         summary,
         num_tasks=sum(node.num_tasks for node in nodes),
@@ -240,7 +226,6 @@ def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
 class Nodes:
     number: int
     num_ranks: int
-    """Of each."""
     device: str | None = None
     """A part of the name of their devices, in lower case."""
 
@@ -253,12 +238,7 @@ class NodePlanner(Planner):
     nodes: Nodes
 
     def plan(self, policies: Sequence[str]) -> Plan:
-        """Every policy on all nodes, and the fewest nodes on which the policies miss nothing.
-
-        More nodes are assumed to miss no more, so half of the numbers are left out at each look.
-
-        Raises: RunError when no policy can run the jobs.
-        """
+        """Every policy on all nodes, and the fewest on which they miss nothing. Raises: RunError."""
         enough, too_few = self.nodes.number, 0
         self.expect(len(policies) + math.ceil(math.log2(enough + 1)))
         here = self.best_on(policies, enough)
@@ -308,7 +288,6 @@ class NodePlanner(Planner):
         return sorted(self.jobs, key=lambda job: views[job.job_id].remaining_s)
 
     def _open(self, jobs: Sequence[AdmittedJob]) -> Snapshot:
-        """All of these jobs on one node."""
         opened = everything_open(
             jobs, num_ranks=self.nodes.num_ranks, profile=self.profile, started_at=self.window.started_at
         )
@@ -316,5 +295,4 @@ class NodePlanner(Planner):
 
     @property
     def _max_degree(self) -> int:
-        """A step uses no more ranks than the profile has times of."""
         return min(self.nodes.num_ranks, self.profile.num_ranks)

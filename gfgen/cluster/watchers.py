@@ -32,10 +32,7 @@ class _NodeRanks:
 
 
 class Watchers(Observer):
-    """Passes a run on to its observers, with the tasks of nodes in place of whole jobs.
-
-    Each rank that joins has the next number, and each task that a node starts.
-    """
+    """Passes a run on to its observers, with the tasks of nodes, newly numbered, in place of whole jobs."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -47,10 +44,7 @@ class Watchers(Observer):
         self._there: dict[str, tuple[str, JobView]] = {}
         """Of each job that a node has: the node, and how far the job is."""
         self._waiting: dict[str, tuple[JobView, JobView]] = {}
-        """Of each job that waits: its view as the driver and as observers see it. An unchanged view is the
-        same object."""
-
-    # What nodes do --------------------------------------------------------------------------------
+        """Of each job that waits: its view as the driver and as observers see it, the same if unchanged."""
 
     def join(self, node: str, num_ranks: int, *, now_s: float) -> None:
         ranks = range(self._num_ranks, self._num_ranks + num_ranks)
@@ -103,8 +97,6 @@ class Watchers(Observer):
     def _tell(self, event: Event) -> None:
         for observer in self._observers:
             observer.applied(event)
-
-    # What the driver does -------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._open = {info.job_id: info for info in jobs}
@@ -164,7 +156,6 @@ class Watchers(Observer):
 
 
 def _seen(node: _NodeRanks, view: JobView, begins_s: float) -> JobView:
-    """A job on a node, as observers see it."""
     return replace(
         view,
         arrival_s=view.arrival_s + begins_s,
@@ -176,15 +167,12 @@ def _seen(node: _NodeRanks, view: JobView, begins_s: float) -> JobView:
 def _landed(
     node: _NodeRanks, event: events.TaskDone | events.TaskFailed, begins_s: float
 ) -> events.TaskDone | events.TaskFailed:
-    """The end of a dispatch, as observers see it."""
     number, time_s = node.running.pop(event.dispatch).number, event.time_s + begins_s
     if isinstance(event, events.TaskFailed):
         return replace(event, time_s=time_s, dispatch=number)
     times = tuple(
         each._replace(
-            rank=node.ranks[each.rank],
-            started_s=each.started_s + begins_s,
-            ended_s=each.ended_s + begins_s,
+            rank=node.ranks[each.rank], started_s=each.started_s + begins_s, ended_s=each.ended_s + begins_s
         )
         for each in event.times
     )

@@ -223,12 +223,7 @@ def _parse_deadline(value: object) -> float | datetime:
 
 
 def parse_moment(text: str, *, now: float) -> datetime | None:
-    """The moment of a time of day (the next one), of a date (its end) or of both; None for other texts.
-
-    Without a zone it is this machine's local time. `now` is Unix time.
-
-    Raises: Refused for an unknown zone and for years out of range.
-    """
+    """The moment of a time, date or both, by default local; None for other texts. Raises: Refused."""
     text = text.strip()
     if len(text) > MAX_TIME_CHARS or DURATION.fullmatch(text.lower()):  # no time, and soon told
         return None
@@ -379,7 +374,6 @@ def _parse_path(name: str, value: Any) -> str:
 
 
 def _parse_scheduler(value: object) -> object:
-    """An object; a text is its class."""
     if isinstance(value, str) and not (value.strip() and value.isprintable()):
         raise Refused("")
     return _SCHEDULER_OPTIONS.parse({"class": value.strip()} if isinstance(value, str) else value)
@@ -535,10 +529,7 @@ ALL_FIELDS = f"the fields of a job are {', '.join(FIELDS)}"
 
 
 def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[dict[str, Any], list[Problem]]:
-    """Attributes for a JobSpec (`id` only if given), and every problem of the job, without its line.
-
-    If there are problems, the attributes are those of the valid fields.
-    """
+    """Attributes for a JobSpec, of the valid fields, and every problem of the job, without its line."""
     values: dict[str, Any] = {}
     refusals: dict[str, Problem] = {}
     unknown: list[str] = []
@@ -574,7 +565,6 @@ def parse_duration(text: str) -> float | None:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, on one short line that is safe to print."""
     try:
         text = json.dumps(whole(value), ensure_ascii=False, default=repr)
         text = value.text if isinstance(value, Exponential) else text

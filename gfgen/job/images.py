@@ -50,10 +50,7 @@ class ImageReader:
         self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
-        """Absolute path of the image, and the SHA-256 of its bytes.
-
-        Raises: ImageError when it is missing, too large, broken, or no picture.
-        """
+        """Absolute path and SHA-256 of the image. Raises: ImageError if it is missing or no picture."""
         if "://" in name:
             raise ImageError("this is a URL; download the file first")
         path = self._folder / os.path.expanduser(name)
@@ -71,7 +68,6 @@ class NoImages(ImageReader):
 
 
 def is_video(name: str | Path) -> bool:
-    """Whether ffmpeg reads a file, by its name."""
     return Path(name).suffix[1:].upper() in VIDEO_FORMATS
 
 
@@ -178,7 +174,6 @@ def num_frames(picture: Image.Image) -> int:
 
 
 def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
-    """A decoded picture, once for each of its frames."""
     for idx in range(num_frames(picture)):
         picture.seek(idx)
         picture.load()
@@ -186,10 +181,7 @@ def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
 
 
 def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
-    """A picture of any kind as RGB, with a colour, by default white, under transparent pixels; or as RGBA.
-
-    Numbers of more than 8 bits are scaled.
-    """
+    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits."""
     import numpy as np
     from PIL import Image
 
@@ -260,7 +252,6 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
 
 
 def _remarks_on_video(path: Path) -> Iterator[Warned]:
-    """ffmpeg repeats or leaves out frames so that they have equal times."""
     done = _read_by_ffmpeg(path, "-c", "copy", "-f", "framecrc")
     if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)", done.stderr):
         yield Warned("transparent pixels of a video show what lies under them", path.name)
@@ -276,7 +267,6 @@ def _remarks_on_video(path: Path) -> Iterator[Warned]:
 
 MAX_LORA_BYTES = 8 * 2**30
 USUAL_NAME = "pytorch_lora_weights.safetensors"
-"""What diffusers calls the only file of a folder."""
 MARKS = ("lora", "lokr")
 """In names of a LoRA's tensors, in every format that diffusers converts."""
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -299,10 +289,7 @@ class LoraFiles:
         self._found = functools.cache(self._find_checked)
 
     def check(self, name: str, file: str | None) -> tuple[Path, str]:
-        """The absolute path of a file, or of `file` in a folder or hub repository, and its SHA-256.
-
-        Raises: LoraError when it is missing, unreadable or no LoRA.
-        """
+        """The absolute path and SHA-256 of a file, or of `file` in a repository. Raises: LoraError."""
         try:
             return self._found(name, file)
         except (OSError, RuntimeError) as error:  # a loop of links, an unknown ~user, a name too long

@@ -1,8 +1,6 @@
-"""The job file: its bytes become `JobSpec`s, with every problem reported at once.
+"""The job file: its bytes become `JobSpec`s, with every problem, within bounds, reported at once.
 
-    bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
-
-Jobs and problems are bounded, like files.
+bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.py)
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from gfgen.job.inputs import (
     STDIN_NAME,
     Entry,
     FileLine,
+    PromptLines,
     ReadingEnded,
     Row,
     entries_of,
 )
-from gfgen.job.prompt_lines import PromptLines
 from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
@@ -52,10 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ParsedJobs:
-    """The valid jobs of job files, and all problems.
-
-    `specs` has no job of a line with a problem. `source` is the name of the file in messages.
-    """
+    """The valid jobs of the lines without a problem, and all problems; `source` is the file in messages."""
 
     source: str
     specs: tuple[JobSpec, ...]
@@ -63,7 +58,6 @@ class ParsedJobs:
     kinds: tuple[tuple[str, str], ...] = ()
     """Each file that is not JSON Lines, and what it is."""
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """Each file with defaults, and these."""
     num_varied: int = 0
 
 
@@ -111,11 +105,7 @@ def read_job_stream(
     suffix: str = ".jsonl",
     max_jobs: int = MAX_JOBS,
 ) -> ParsedJobs:
-    """The jobs of an open binary stream; relative image paths start at `folder`.
-
-    `images` checks the images; by default an `ImageReader` does. With it, lists of texts are refused.
-    `suffix` decides the kind where the content does not (inputs.py).
-    """
+    """The jobs of a binary stream; with `images` from elsewhere, lists of texts are refused."""
     jobs = _JobList(NOTHING, NOTHING, max_jobs)
     kind, entries = entries_of(stream, suffix=suffix)
     with contextlib.suppress(_ListEnded):
@@ -169,11 +159,7 @@ def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
 def passed_deadlines(
     specs: Iterable[JobSpec], *, now: float, arrived_at: Mapping[str, float] | None = None
 ) -> tuple[Problem, ...]:
-    """A warning for each job whose deadline has passed before it can start.
-
-    `now` is the Unix time at which the run starts. `arrived_at` has arrivals from the journal of an
-    earlier run, by job id; the other jobs arrive `arrival_s` from now.
-    """
+    """A warning for each deadline that passes before its job can start; `now` is the run's start."""
     late = []
     for spec in specs:
         arrival = (arrived_at or {}).get(spec.id, now + spec.arrival_s)
@@ -193,8 +179,6 @@ class _ListEnded(Exception):
 
 @dataclass(slots=True)
 class _JobList:
-    """Collects jobs line by line, and records which line uses which id and file name."""
-
     overrides: Mapping[str, Any]
     fallbacks: Mapping[str, Any]
     max_jobs: int = MAX_JOBS
@@ -210,7 +194,6 @@ class _JobList:
     place: int = 0
     """Of the last job in its file, faulty ones included."""
     id_takers: dict[str, int] = field(default_factory=dict)
-    """By id: the line that uses it."""
     file_takers: dict[str, int] = field(default_factory=dict)
 
     def add_file(
@@ -299,7 +282,6 @@ class _JobList:
         return JobSpec(**values, line=line), ()
 
     def _next_id(self, values: Mapping[str, Any]) -> str:
-        """A default id, which counts equal jobs."""
         base = default_id(values)
         self.occurrences[base] += 1
         number = self.occurrences[base]
@@ -372,10 +354,7 @@ class JobSource:
         return [Path(file) for file in self.files if file != "-"]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:
-        """The selected jobs, and the problems of all. With `has_bar`, a bar counts the lines of a long file.
-
-        Raises: InputError when a file cannot be read, or when no job is selected.
-        """
+        """The selected jobs, and the problems of all. Raises: InputError for no file or no job."""
         parsed = self._read_all(has_bar=has_bar)
         if not (self.only or self.tags or self.limit):
             return parsed

@@ -1,6 +1,4 @@
-"""Recipes: steps, guidance, noise levels and scheduler of distilled LoRAs, by name and family of models.
-
-`recipes.json` has those of every installation; `gfgen.toml` adds a user's own.
+"""Recipes: fields of distilled LoRAs by name and family of models (recipes.json, or gfgen.toml).
 
 Source: the model cards of Wan2.2-Lightning, Qwen-Image-Lightning, SDXL-Lightning and LCM-LoRA on the hub.
 """
@@ -23,7 +21,6 @@ Recipes = Mapping[str, Any]
 
 @functools.cache
 def recipes() -> dict[str, Any]:
-    """Those of every installation."""
     return json.loads(Path(__file__).with_name("recipes.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -33,10 +30,7 @@ def is_for(key: str, family: str) -> bool:
 
 
 def with_recipe(spec: JobSpec, *, family: str) -> JobSpec:
-    """The job with its recipe's values in empty fields.
-
-    Raises: JobError if the recipe has nothing for this family, or needs a LoRA that the job does not name.
-    """
+    """The job with its recipe's values in empty fields. Raises: JobError where it does not fit."""
     if spec.recipe is None:
         return spec
     fields = next((dict(fields) for key, fields in spec.recipe.items() if is_for(key, family)), None)

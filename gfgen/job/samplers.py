@@ -78,10 +78,7 @@ _USUAL = ("", "automatic", "normal", "sgm_uniform", "simple")
 
 
 def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:
-    """The `class` and the options that a name stands for; no `class` for a schedule alone, None if unknown.
-
-    is_flow: for a model that predicts flow.
-    """
+    """The `class` (none for a schedule alone) and options that a name stands for; None if it is unknown."""
     sampler, schedule = _parts(name)
     spacing = SCHEDULES.get(schedule, {})
     if not sampler:
@@ -103,7 +100,6 @@ def ignored_schedule(name: str) -> str | None:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Sampler and schedule, one of which may be empty."""
     plain = re.sub(r"[\s_-]+", "_", name.strip().lower().replace("++", "pp")).removeprefix("k_")
     found = next((each for each in SCHEDULES if plain == each or plain.endswith(f"_{each}")), "")
     sampler = plain.removesuffix(found).strip("_")

@@ -65,10 +65,7 @@ def has_one_side(names: Set[str]) -> bool:
 
 
 def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of both; those of `upper` count. A size replaces a width and a height, and the reverse.
-
-    `seed` and `seeds` replace each other, too.
-    """
+    """The fields of both; those of `upper` count. Width and height, or seeds, replace `size` or `seed`."""
     if not lower or not upper:
         return upper or lower
     for names in (SIDES, SEEDS):
@@ -78,7 +75,6 @@ def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def check_defaults(defaults: object) -> list[Problem]:
-    """Every problem of the defaults of a file, without the line."""
     if not isinstance(defaults, Mapping):
         example = '{"defaults": {"steps": 20, "size": "832x480"}}'
         return [Problem(None, "defaults", shown(defaults), f"an object of fields, such as {example}")]
@@ -105,10 +101,7 @@ def check_defaults(defaults: object) -> list[Problem]:
 
 
 def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Fields of (option, "NAME=VALUE") pairs, with which every job is read; the last value of a name counts.
-
-    Raises: InputError for the first value that its field does not accept.
-    """
+    """Fields of (option, "NAME=VALUE") pairs, whose last value counts. Raises: InputError."""
     found: dict[str, Any] = {}
     for option, text in options:
         name, equals, value = text.partition("=")
@@ -134,10 +127,7 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def parse_loras(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """`lora` of jobs of texts FILE[:SCALE]; relative paths count from the current folder.
-
-    Raises: InputError for an empty path or a scale that jobs cannot have.
-    """
+    """`lora` of jobs of texts FILE[:SCALE]. Raises: InputError for an empty path or a wrong scale."""
     found: list[dict[str, Any]] = []
     for text in texts:
         path, _, scale = text.rpartition(":")
@@ -178,10 +168,8 @@ def variations(
 ) -> Iterator[Mapping[str, Any]]:
     """The single jobs of a line: the line itself, unless it asks for more.
 
-    A matrix does not vary the fields in `fixed`; a size or a side in it fixes all of them. Lists of texts
-    are files relative to `folder`; None refuses them.
-
-    Raises: JobError when the line asks for something that it cannot have.
+    A matrix does not vary the fields in `fixed`; one side there fixes the size. Lists are files in `folder`;
+    None refuses them. Raises: JobError when the line asks for something that it cannot have.
     """
     asked = [name for name in VARIATION_FIELDS if mapping.get(name) is not None]
     if not asked:
@@ -307,10 +295,7 @@ _ACCEPTED = 'a time of day like "06:00", a time like "2026-11-21T06:00", or a du
 
 
 def closing_at(text: str, *, now: float, option: str = "--until") -> float:
-    """Unix time of what an option says; a time of day is the next one on this machine's clock.
-
-    Raises: InputError for what is no time, and for a time that has passed.
-    """
+    """Unix time of what an option says, or of the next such time of day. Raises: InputError."""
     try:
         moment = parse_moment(text, now=now)
     except Refused as refused:

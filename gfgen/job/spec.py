@@ -1,7 +1,4 @@
-"""One job as asked or as run, and what follows from it alone: its default id, seed, file name and hash.
-
-None of these depends on the place in the file: inserting or moving a line changes no other job.
-"""
+"""One job as asked or as run, with its default id, seed, name and hash, wherever it is in the file."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ ENCODERS |= {"prores": "prores_ks", "png16": "png"}
 WITHOUT_QUALITY = ("png", "png16", "gif", "prores")
 
 PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
-"""Admission fills in the index and the default model; the folder knows date, time and random seeds
-(ownership.py)."""
+"""Admission fills in the index and the default model; the folder knows the others (ownership.py)."""
 PLACEHOLDER = re.compile(r"\{(?:(" + "|".join(PLACEHOLDERS) + r")|(index|seed):0?([1-9][0-9]?)d?)\}")
 """A name, or that of a number with its width."""
 RANDOM_SEED = -1
@@ -135,9 +131,7 @@ class JobSpec:
     recipe: Mapping[str, Any] | None = field(default=None, hash=False)
     """By families of models: fields for which the job has no value (job/recipes.py)."""
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
-    """In the order in which they are merged: `sha256` of the file, `scale`, and `target` for one model.
-
-    In a request over HTTP, `name` stands for the file until admission."""
+    """In the order of merging: `sha256` (over HTTP a `name` until admission), `scale`, perhaps `target`."""
     lora_files: list[str] | None = field(default=None, hash=False)
     reuse: float | str | None = None
     """The share of its steps that run no transformer, or "if-late"."""
@@ -263,10 +257,7 @@ def input_files(spec: JobSpec) -> tuple[tuple[str, Path], ...]:
 
 
 def default_output(spec: JobSpec, kind: str) -> str:
-    """The file name of a job that names none: its id and the format's suffix.
-
-    Raises: JobError when this kind of output has no such format.
-    """
+    """The file name of a job that names none. Raises: JobError when its output has no such format."""
     if spec.format is None:
         return f"{spec.id}{SUFFIXES[kind]}"
     if spec.format not in FORMATS[kind]:
@@ -276,10 +267,7 @@ def default_output(spec: JobSpec, kind: str) -> str:
 
 
 def output_name(spec: JobSpec, kind: str, *, has_alpha: bool = False) -> str:
-    """The file name inside the output folder: the job's own, or the default.
-
-    Raises: JobError when its format is not one of this kind, or cannot be written here.
-    """
+    """The file name inside the output folder. Raises: JobError when its format cannot be written here."""
     name = default_output(spec, kind)
     if spec.output is not None:
         name = spec.output

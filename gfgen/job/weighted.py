@@ -71,10 +71,7 @@ def weighted(text: str) -> Parts:
 
 
 def with_known_syntax(spec: JobSpec, *, has_clip: bool = False) -> JobSpec:
-    """The job with A1111 or None as the syntax of its prompts; `has_clip`: its model takes weights.
-
-    Raises: JobError where the syntax cannot act, and for what of it is not supported.
-    """
+    """The job with A1111 or None as syntax; `has_clip`: its model takes weights. Raises: JobError."""
     if spec.prompt_syntax is None:
         return spec
     if not has_clip and spec.prompt_syntax == AUTO:

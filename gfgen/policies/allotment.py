@@ -1,16 +1,18 @@
 """Assign ranks to a queue of jobs, for `triage` and `makespan`.
 
-The first jobs of the queue divide all ranks, each as many as it wants. If a job cannot have its ranks now,
-because it or they are busy, free ranks are held for it until its next boundary. Meanwhile a held rank may run
-a task of a later job that is predicted to end in time.
+The first jobs of the queue divide all ranks. If a job cannot have its ranks now, free ranks are held for it
+until its next boundary; meanwhile they may run a task of a later job that is predicted to end in time.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.policies.fcfs import GroupSize
 from gfgen.policies.speed import power_of_two, step_s, widest, worth_preparing
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -29,10 +31,7 @@ def allot(
     wanted: Callable[[JobView], int],
     chosen: Callable[[JobView, Layout], Task] = lambda job, _: job.next_task,
 ) -> list[Decision]:
-    """Start jobs of the queue, each on as many ranks as it wants, until none of the free ranks is left.
-
-    chosen: the task of a job on a layout, which may be its step without the transformer.
-    """
+    """Start jobs of the queue until no free rank is left; `chosen`: a job's task on a layout."""
     ranks = _RankClaims(snapshot, chosen)
     decisions, num_tried = list[Decision](), 0
     for job in queue:
@@ -74,14 +73,10 @@ class _RankClaims:
 
     @property
     def unheld(self) -> list[int]:
-        """Free ranks that any job may use."""
         return [rank for rank in self.free if rank not in self._held_until_s]
 
     def start(self, job: JobView, wanted: int) -> list[Decision]:
-        """Start the job's next task on the free ranks that it wants, and hold the others for it.
-
-        Start nothing if all its ranks are about to be free and its step would end sooner then.
-        """
+        """Start the job on the free ranks that it wants and hold the others, unless waiting ends sooner."""
         wanted = self._claim(job, wanted)
         island = self._island_for(job, wanted)
         unheld = self._unheld_of(island)
@@ -97,11 +92,7 @@ class _RankClaims:
         return [Decision(self._chosen(job, layout), layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
-        """Hold ranks so that a running job has those that it wants from its next boundary.
-
-        They are its own, if they can already be given a task, and free ones. Nothing is held for a job that
-        is to go on with fewer.
-        """
+        """Hold its own and free ranks, so that a running job has those it wants from its next boundary."""
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             own = running.layout.ranks
@@ -147,7 +138,6 @@ class _RankClaims:
         return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:
-        """The number of ranks for the job, of those that earlier jobs left."""
         wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
         claimed = worth_preparing(self._snapshot, job, power_of_two(wanted))
         self._num_left -= claimed
@@ -188,3 +178,28 @@ class _RankClaims:
             if number > 1 and start % number == 0 and set(aligned) <= set(unheld):
                 return tuple(aligned)
         return tuple(sorted(sorted(unheld, key=lambda rank: rank not in own)[:number]))
+
+
+NUM_CONSIDERED = 16
+"""Jobs at the head of the queue to consider, or two for each rank if that is more."""
+
+
+def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
+    """The longest job goes first, on few ranks while many jobs wait and on more when few are left.
+
+    For batches without deadlines in which only the end of the last job matters. Jobs on few ranks waste
+    the least time, short jobs fill the gaps, and the last jobs share all ranks. A job that has started
+    continues before another one starts.
+    """
+    if not snapshot.open or not snapshot.free_ranks:
+        return []
+    number = max(NUM_CONSIDERED, 2 * len(snapshot.ranks))
+    waiting = itertools.islice(snapshot.in_order(_order), number)
+    queue = heapq.nsmallest(number, [*waiting, *snapshot.busy.values()], key=_order)
+    base = shared_out(snapshot, degree=degree)
+    return allot(snapshot, queue, wanted=lambda _: base)
+
+
+def _order(job: JobView) -> tuple[int, bool, float, float]:
+    """Started jobs first: otherwise the longest job changes at every step, and all end together."""
+    return job.precedence, job.last_layout is None, -job.remaining_s, job.arrival_s

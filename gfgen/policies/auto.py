@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from gfgen.graph import Stage, Task
+from gfgen.policies.allotment import makespan
 from gfgen.policies.edf import edf
 from gfgen.policies.fcfs import fcfs
-from gfgen.policies.makespan import makespan
 from gfgen.policies.speed import power_of_two
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
@@ -64,11 +64,10 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
 def _candidates(snapshot: Snapshot) -> dict[str, tuple[Policy, bool]]:
     """The candidates by name, and whether they waste ranks; the first wins a tie.
 
-    Triage with groups of each degree; the shortest job first on all ranks, with the shortest steps and thus
-    the shortest waits for a boundary; `edf` with deadlines; and without, the orders that end some files
-    sooner: they look at no deadline, so any error of a prediction would make jobs late. While as many jobs
-    wait as there are ranks, a degree that takes more rank time than one rank is a waste. Only ranks that
-    share cores need this in files and with deadlines, since their gain by sharing is in doubt.
+    Triage with groups of each degree; the shortest job first on all ranks; `edf` with deadlines; and without,
+    the orders that end some files sooner. While as many jobs wait as there are ranks, a degree that takes
+    more rank time than one rank is a waste; only ranks that share cores need this in files and with
+    deadlines.
     """
     jobs = (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.parked.values(), *snapshot.recent)
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
@@ -108,10 +107,7 @@ def _rank_s(snapshot: Snapshot, jobs: Iterable[JobView]) -> Mapping[int, float]:
 
 
 def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, float]:
-    """The late jobs of each outlook, plus the decayed ones of earlier looks.
-
-    One look covers few jobs and varies by chance.
-    """
+    """The late jobs of each outlook, which sees few, plus the decayed ones of earlier looks."""
     before = {} if last is None else last.losses
     return {
         name: each.num_late + MEMORY * before.get(name, each.num_late if before else 0.0)
@@ -122,8 +118,7 @@ def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, fl
 def _best(
     snapshot: Snapshot, ahead: Mapping[str, Outlook], late: Mapping[str, float], wasteful: Collection[str]
 ) -> str:
-    """The fewest late jobs; then no waste; then, unless more jobs may come, the soonest end; then the least
-    mean latency."""
+    """The fewest late jobs; then no waste, the soonest end (unless more jobs come), the least latency."""
     fewest = min(late.values())
     left = [name for name in ahead if late[name] < fewest + SAME_LATE]
     left = [name for name in left if name not in wasteful] or left

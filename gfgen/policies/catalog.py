@@ -21,12 +21,12 @@ from gfgen.errors import PolicyError, in_one_line, nearest
 from gfgen.snapshot import Choose, Policy
 
 BUILT_IN = {
-    "legacy": "gfgen.policies.legacy:legacy",
+    "legacy": "gfgen.policies.fcfs:legacy",
     "fcfs": "gfgen.policies.fcfs:fcfs",
     "srtf": "gfgen.policies.srtf:srtf",
     "edf": "gfgen.policies.edf:edf",
     "triage": "gfgen.policies.triage:triage",
-    "makespan": "gfgen.policies.makespan:makespan",
+    "makespan": "gfgen.policies.allotment:makespan",
     "auto": "gfgen.policies.auto:auto",
 }
 
@@ -47,10 +47,7 @@ class NamedPolicy:
 
 
 def load_policy(text: str) -> NamedPolicy:
-    """The policy that `text` names, with its options bound.
-
-    Raises: PolicyError if there is no such policy, it cannot be called as one, or an option is wrong.
-    """
+    """The policy that `text` names, with its options bound. Raises: PolicyError."""
     name, *assignments = (part.strip() for part in text.split(","))
     function = _find(name)
     _check_signature(name, function)

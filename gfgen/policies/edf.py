@@ -11,8 +11,7 @@ from gfgen.policies.speed import LostJobs, chosen_task
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
-"""A started job stays ahead of the other jobs with its arrival and deadline. They would take turns otherwise,
-because a job that reopens comes last among equals, and all would end late."""
+"""A started job stays ahead of its equals: they would take turns otherwise, and all would end late."""
 _rest = attrgetter("precedence", "remaining_s", "arrival_s", "deadline_s")
 _precedence = attrgetter("precedence")
 
@@ -55,10 +54,6 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
 
 
 def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:
-    """The fewest free ranks that meet the deadline, or as many as possible.
-
-    Ranks with the job's state come first, so that nothing has to move.
-    """
     choice: tuple[int, ...] = ()
     degree = 1
     while degree <= min(snapshot.max_degree, job.max_degree):

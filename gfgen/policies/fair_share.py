@@ -1,16 +1,19 @@
-"""Equal shares of the ranks for owners of jobs, under any policy.
+"""What changes the decisions of a policy: equal shares for owners of jobs, and patches that ranks hold.
 
-The policy decides which of an owner's jobs run, and this module which owner is next. A policy therefore needs
-to know nothing of owners, and priorities and deadlines count only among the jobs of one owner.
+The policy decides among the jobs of one owner, and this module which owner is next.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gfgen.graph import Stage
+from gfgen.layout import Layout
+from gfgen.policies.speed import LostJobs
 from gfgen.snapshot import Decision, JobView, Policy, Snapshot
 
 
@@ -25,17 +28,13 @@ def shared(policy: Policy, snapshot: Snapshot) -> Iterator[Decision]:
 
 
 class _Sharing:
-    """One call of the policy for each owner that may get ranks."""
-
     def __init__(self, policy: Policy, snapshot: Snapshot) -> None:
         self._policy, self._snapshot = policy, snapshot
         self._free = set(snapshot.free_ranks)
         self._num_held: Counter[str | None] = Counter()
-        """Busy ranks by owner."""
         for running in snapshot.running:
             self._num_held[running.owner] += len(set(running.layout.ranks) - self._free)
         self._open: dict[str | None, dict[str, JobView]] = defaultdict(dict)
-        """The jobs that may still be started, by owner."""
         for job_id, job in snapshot.open.items():
             self._open[job.owner][job_id] = job
 
@@ -50,7 +49,6 @@ class _Sharing:
         return self._num_held[owner], self._snapshot.served_s.get(owner, 0.0), owner or ""
 
     def _of_owner(self, owner: str | None, *, most: int) -> Iterator[Decision]:
-        """Decisions for jobs of this owner, until it has `most` ranks."""
         for decision in self._policy(self._seen_by(owner)):
             job = self._open[owner].get(getattr(getattr(decision, "task", None), "job_id", ""))
             if job is None or not isinstance(decision, Decision):
@@ -65,7 +63,6 @@ class _Sharing:
             yield decision
 
     def _seen_by(self, owner: str | None) -> Snapshot:
-        """The snapshot with the jobs of one owner, and the ranks that are still free."""
         snapshot, jobs = self._snapshot, self._open[owner].copy()
         ranks = tuple(
             [
@@ -78,8 +75,6 @@ class _Sharing:
 
 
 class _OrdersOfSome:
-    """The kept orders of a snapshot, for some of its open jobs."""
-
     def __init__(self, snapshot: Snapshot, jobs: Mapping[str, JobView]) -> None:
         self._snapshot, self._jobs = snapshot, jobs
 
@@ -90,11 +85,7 @@ class _OrdersOfSome:
 
 
 class Shares:
-    """Rank seconds of the owners that have jobs: who is next where owners share the ranks.
-
-    An owner without jobs saves nothing up: when its next job arrives, it begins with the seconds of the
-    owner that has had the least. Nor does it pay for ranks that it had while nobody else wanted them.
-    """
+    """Rank seconds of the owners with jobs. A new one begins with the least: nothing is saved up."""
 
     def __init__(self) -> None:
         self._num_jobs: Counter[str | None] = Counter()
@@ -119,3 +110,92 @@ class Shares:
     def check(self) -> None:
         assert self._num_jobs.keys() == self.served_s.keys(), "owners without jobs have shares"
         assert min(self._num_jobs.values(), default=1) > 0, f"jobs of owners: {self._num_jobs}"
+
+
+NOTABLE = 0.005
+"""A switch that takes a smaller share of the job does not matter."""
+PATIENCE_S = 60.0
+"""A job may be overtaken by those that arrived at most this much later."""
+
+_Kind = tuple[object, ...]
+
+
+def with_held_patches(snapshot: Snapshot, decided: list[Decision]) -> list[Decision]:
+    """The decisions; jobs that would begin with a switch may be replaced by equal ones without one.
+
+    A rank that runs a job with other patches than the last one merges these first. The order of equal jobs
+    does not matter to any policy, and PATIENCE_S bounds how far a job falls behind.
+    """
+    if not any(view.patches for view in snapshot.ranks):
+        return decided
+    swaps = _Swaps(snapshot, {decision.task.job_id for decision in decided})
+    return [swaps.better(decision) for decision in decided]
+
+
+@dataclass(slots=True)
+class _Swaps:
+    snapshot: Snapshot
+    taken: set[str]
+    _waiting: dict[_Kind, list[JobView]] | None = field(default=None, init=False)
+    """Open jobs by kind, patches and whether they have begun; those to be preferred last."""
+    _lost: LostJobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lost = LostJobs(self.snapshot)
+
+    def better(self, decision: Decision) -> Decision:
+        job = self.snapshot.open.get(decision.task.job_id)
+        if job is None or job.switch_s < NOTABLE * job.remaining_s:
+            return decision
+        held = self._held(job.model, decision.layout)
+        if held == {job.patches} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
+            return decision
+        for patches in self._preferred(job, held):
+            if patches == job.patches:
+                return decision
+            if (other := self._waiting_with(patches, job, decision.layout)) is not None:
+                self.taken.add(other.job_id)
+                self.taken.discard(job.job_id)
+                return Decision(other.next_task, other.layout(decision.layout.ranks))
+        return decision
+
+    def _preferred(self, job: JobView, held: set[str]) -> Iterator[str]:
+        """The patches that all these ranks hold, or those of started jobs if steps share ranks."""
+        if len(held) == 1:
+            yield from held
+        if job.next_task.index == 0:
+            views = (*self.snapshot.open.values(), *self.snapshot.busy.values())
+            begun = [view for view in views if view.next_task.index > 0 and view.model == job.model]
+            if any(view.last_layout is not None and view.last_layout.degree > 1 for view in begun):
+                yield from dict.fromkeys(view.patches for view in begun)
+
+    def _waiting_with(self, patches: str, job: JobView, layout: Layout) -> JobView | None:
+        """An equal job with these patches that may go first."""
+        for has_begun in (True, False):
+            if has_begun != (job.next_task.index > 0) and layout.degree > 1:
+                continue
+            waiting = self._by_kind().get((*self._kind(job), patches, has_begun), [])
+            while waiting and waiting[-1].job_id in self.taken:
+                waiting.pop()
+            if waiting and waiting[-1].arrival_s <= job.arrival_s + PATIENCE_S:
+                return waiting.pop()
+        return None
+
+    def _held(self, model: str, layout: Layout) -> set[str]:
+        ranks = set(layout.ranks)
+        return {view.patches.get(model, "") for view in self.snapshot.ranks if view.rank in ranks}
+
+    def _by_kind(self) -> dict[_Kind, list[JobView]]:
+        if self._waiting is None:
+            self._waiting = {}
+            for job in sorted(self.snapshot.open.values(), key=lambda job: (-job.arrival_s, job.remaining_s)):
+                has_begun = job.next_task.index > 0
+                self._waiting.setdefault((*self._kind(job), job.patches, has_begun), []).append(job)
+        return self._waiting
+
+    def _kind(self, job: JobView) -> _Kind:
+        """What is equal to every policy but for its arrival; all that will be late is of one kind."""
+        due_s = None if job.deadline_s == math.inf else job.deadline_s
+        if due_s is not None and job in self._lost:
+            due_s = -math.inf
+        return job.model, job.shape, job.num_tasks, job.precedence, job.owner, due_s

@@ -10,8 +10,7 @@ from gfgen.layout import MAX_RANKS, Layout
 from gfgen.snapshot import JobView, Snapshot
 
 MARGIN = 1.25
-"""With this a rest leaves a fifth of the time to the deadline unused, because each wait for others at a
-boundary costs part of a step."""
+"""Leaves a fifth of the time to the deadline, because each wait at a boundary costs part of a step."""
 MAX_KEPT = 1000
 """Lost jobs that are remembered, beyond twice the open ones: some have ended."""
 _SOME = tuple(range(MAX_RANKS))
@@ -19,10 +18,7 @@ _SOME = tuple(range(MAX_RANKS))
 
 
 def rest_s(snapshot: Snapshot, job: JobView, degree: int, *, num_given_up: int = 0) -> float:
-    """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks.
-
-    num_given_up: approximate steps, of those that the job may give up.
-    """
+    """Predicted seconds to the job's end on `degree` ranks, with steps given up as far as it may."""
     if degree == 1 and not num_given_up:
         return job.remaining_s
     layout = job.step_layout(_SOME[:degree])
@@ -49,10 +45,7 @@ def worth_preparing(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 def widest(snapshot: Snapshot, job: JobView) -> int:
-    """The most ranks for a step of the job, or for its decode if no step is left.
-
-    A power of two, so that groups of these sizes fit into each other.
-    """
+    """The most ranks, a power of two so that groups fit into each other, for a step or the last decode."""
     if job.next_task.stage is Stage.DECODE:
         most = min(snapshot.max_degree, len(snapshot.ranks))
         return power_of_two(job.decode_layout(_SOME[:most]).degree)
@@ -67,11 +60,9 @@ def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks
 
 
 class LostJobs:
-    """Jobs that would miss their deadline even with all ranks, no loss by sharing, and all steps given up
-    that they may give up.
+    """Jobs that would miss their deadline even with all ranks and all steps given up that may be.
 
-    Optimistic, because it looks up no costs. A lost job stays so and is remembered: with many of them,
-    policies would spend most of their time on finding that out again.
+    A lost job stays so and is remembered: finding that out again would take policies most of their time.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -114,5 +105,4 @@ def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: flo
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two up to `number`, which is at least 1."""
     return 1 << (number.bit_length() - 1)

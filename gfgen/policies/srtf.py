@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from gfgen.policies.groups import Degree, RankGroup, home_group
+from gfgen.policies.fcfs import Degree, RankGroup, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")

@@ -14,14 +14,13 @@ from operator import attrgetter
 from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import allot, shared_out
-from gfgen.policies.groups import GroupSize
+from gfgen.policies.fcfs import GroupSize
 from gfgen.policies.speed import MARGIN, LostJobs, chosen_task, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 256
 """Jobs with the next deadlines among which the saved ones are chosen; later ones count as without a deadline.
-A decision with a thousand open jobs then takes 0.7 ms. With 600 jobs at once on four ranks, due within a
-tenth of the time, 64 misses up to 14 more deadlines in a hundred, and 512 meets no more."""
+Of 600 jobs due within a tenth of the time, 64 misses 14 more in a hundred, and 512 none less (0.7 ms)."""
 ROOM = 2.0
 """Short jobs overtake long ones if those would be in time even if everything took twice as long: more jobs
 will arrive, and a long job without slack later keeps all others from the ranks."""
@@ -34,8 +33,7 @@ MAX_KEPT = 4 * NUM_CONSIDERED
 """Jobs, ended ones included, whose cases are kept between decisions."""
 
 _due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
-"""The shortest goes first among jobs with equal deadlines, so a started job keeps its place. They would take
-turns otherwise, because a job that reopens comes last among equals, and all would end late."""
+"""A started job keeps its place among equal deadlines: they would take turns, and all would end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 _precedence = attrgetter("precedence")
 _deadline = attrgetter("deadline_s")
@@ -62,10 +60,7 @@ duration of its rest: on as many ranks as it can use, with as many steps given u
 
 
 class _Queue:
-    """All jobs in the order in which they get ranks, higher priorities first.
-
-    It is computed lazily: lower priorities do not matter while higher ones take all ranks.
-    """
+    """All jobs in the order in which they get ranks, higher priorities first, computed as far as needed."""
 
     def __init__(self, snapshot: Snapshot, degree: int) -> None:
         self._snapshot, self._degree = snapshot, degree
@@ -90,7 +85,6 @@ class _Queue:
             before_s += math.fsum([work_s for _, work_s, _ in (*saved, *rest)])
 
     def wanted(self, job: JobView) -> int:
-        """How many ranks a job of the queue gets."""
         if job.job_id in self._not_saved:
             return self._degree
         return _degree_in_time(self._snapshot, job, self._degree)
@@ -127,7 +121,6 @@ class _Queue:
             start = end
 
     def _hopeful(self, by_deadline: Sequence[JobView], start: int, end: int, *, most: int) -> list[JobView]:
-        """The first of these jobs that have a deadline and may meet it."""
         now_s, end = self._snapshot.now_s, bisect_left(by_deadline, math.inf, start, end, key=_deadline)
         lost, known = self._lost, self._lost.known
         hopeful = (
@@ -179,9 +172,6 @@ class _Queue:
 
     def _work_s(self, job: JobView) -> float:
         return self._cases[job.job_id][1]
-
-
-# Choosing the jobs to save -----------------------------------------------------------------------
 
 
 def _most_in_time(
@@ -238,10 +228,7 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 class _Room:
-    """How much other work may go before each of the saved jobs of one priority.
-
-    As much as would leave it in time even if everything took ROOM times as long as predicted.
-    """
+    """How much other work may go before each saved job if all took ROOM times as long as predicted."""
 
     def __init__(self, now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float) -> None:
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
@@ -264,10 +251,7 @@ class _Room:
         return work_s <= self.least_s
 
     def shortest(self, gone: Set[str]) -> JobView:
-        """The shortest job that may go before the saved jobs due earlier, or before all if it is not saved.
-
-        After `is_enough_for`. The first of the saved jobs that are not `gone` always may.
-        """
+        """The shortest job that may go before the saved ones due earlier; the first of those always may."""
         least_s, found = math.inf, list[JobView]()
         rooms_s = itertools.chain(self._room_s, itertools.repeat(math.inf))
         for (job, work_s, _), room_s in zip(self._cases, rooms_s, strict=False):
@@ -288,12 +272,10 @@ class _Room:
         return {job.job_id: place for place, (job, _, _) in enumerate(self._cases)}
 
     def take(self, job_id: str, work_s: float) -> None:
-        """A job goes next."""
         self._taken.append((job_id, work_s))
         self.least_s -= work_s
 
     def _subtract(self) -> None:
-        """Subtract each taken job's work from the room of the saved jobs that it overtook."""
         room_s = self._room_s
         for job_id, work_s in self._taken:
             num_delayed = self._places[job_id]

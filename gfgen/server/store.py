@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 STORE_NAME = "jobs.sqlite3"
 VERSION = 2
+DAY_S = 86400.0
 BUSY_S = 10.0
 """SQLite lock timeout: a front that was killed may still hold the file for a moment."""
-KEPT_REQUESTS_S = 86400.0
+KEPT_REQUESTS_S = DAY_S
 ROOM_BYTES = 2**20
 """Without this much a server counts as full: the next request may need it."""
 MAX_GROUP = 256
@@ -87,6 +88,11 @@ CREATE TABLE requests (
 CREATE INDEX requests_by_age ON requests (created_at);
 CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
+_FAVOURITE = "COALESCE(json_extract(facts, '$.favourite'), 0)"
+_USAGE = """
+CREATE TABLE IF NOT EXISTS usage (owner TEXT, day INTEGER, rank_s REAL, PRIMARY KEY (owner, day))
+"""
+"""Seconds of ranks of ended jobs by key and day (UTC), also of jobs that are removed."""
 _OWNERS = "ALTER TABLE jobs ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN owner TEXT;"
 
 
@@ -121,6 +127,7 @@ class JobFacts:
     """Name of the key that it came with; None for the admin's."""
     warnings: Sequence[str] = ()
     """What in it does not act as written."""
+    favourite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +267,11 @@ class Store:
 
         return await self._do(work)
 
-    async def set_priority(self, job_id: str, priority: int) -> bool:
-        changed = "facts = json_set(facts, '$.priority', :new), spec = json_set(spec, '$.priority', :new)"
-        sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status = 'open'"
-        return await self._do(_statement(sql, {"new": priority, "id": job_id})) > 0
+    async def change(self, job_id: str, *, is_open: bool, **facts: Any) -> bool:
+        """Set facts of an open job, which is run with them, or of one that has ended; False: it is not so."""
+        changed = "facts = json_patch(facts, :new)" + (", spec = json_patch(spec, :new)" if is_open else "")
+        sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status {'=' if is_open else '!='} 'open'"
+        return await self._do(_statement(sql, {"new": json.dumps(facts), "id": job_id})) > 0
 
     async def cancel(self, endings: Sequence[Ending], *, batch_id: str | None = None) -> list[bool] | None:
         """As `end_all`, and of a batch. None: the disk is full, and the next write will write this first."""
@@ -303,8 +311,13 @@ class Store:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
+    def spec(self, job_id: str) -> dict[str, Any]:
+        """The fields of the job file of a job that is there."""
+        (spec,) = self._reader.execute("SELECT spec FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        return json.loads(spec)  # type: ignore[no-any-return]
+
     def job(self, job_id: str) -> StoredJob | None:
-        return next(iter(self._jobs("WHERE id = ?", (job_id,))), None)
+        return next(iter(_jobs(self._reader, "WHERE id = ?", (job_id,))), None)
 
     def jobs(
         self,
@@ -316,24 +329,24 @@ class Store:
         batch_id: str | None = None,
         has_ended: bool | None = None,
         owner: str | None = None,
+        is_favourite: bool | None = None,
+        is_by_end: bool = False,
     ) -> list[StoredJob]:
-        tests, values = ["1"], []
+        tests: list[str] = ["1"]
+        values: list[Any] = []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
             values.append(after)
-        for name, value in (("kind", kind), ("batch_id", batch_id), ("owner", owner)):
+        named = {"kind": kind, "batch_id": batch_id, "owner": owner, _FAVOURITE: is_favourite}
+        for name, value in named.items():
             if value is not None:
                 tests.append(f"{name} = ?")
                 values.append(value)
         if has_ended is not None:
             tests.append("status != 'open'" if has_ended else "status = 'open'")
-        order = f"ORDER BY seq {'' if is_ascending else 'DESC'} LIMIT {int(limit)}"
-        return self._jobs(f"WHERE {' AND '.join(tests)} {order}", values)
-
-    def last_ended(self, limit: int, owner: str | None = None) -> list[StoredJob]:
-        which = "WHERE status != 'open' AND (:owner IS NULL OR owner = :owner)"
-        values = {"owner": owner, "limit": limit}
-        return self._jobs(f"{which} ORDER BY completed_at DESC LIMIT :limit", values)
+        order = "completed_at" if is_by_end else "seq"
+        order = f"ORDER BY {order} {'' if is_ascending else 'DESC'} LIMIT {int(limit)}"
+        return _jobs(self._reader, f"WHERE {' AND '.join(tests)} {order}", values)
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any] | None]]:
         which = "WHERE batch_id = ? AND status != 'open' ORDER BY seq"
@@ -357,19 +370,16 @@ class Store:
         return _request(self._reader, key, now)
 
     def outdated(self, *, before: float, keep_bytes: int) -> list[StoredJob]:
-        """Jobs that ended before `before`, and those beyond the newest `keep_bytes` of files."""
+        """Jobs that ended before `before`, and those beyond the newest `keep_bytes`; no favourites."""
         total = "SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total"
-        ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open')"
-        return self._jobs("WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
+        ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open' AND NOT {_FAVOURITE})"
+        return _jobs(self._reader, "WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
 
     def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
         """The subset of these jobs that have one of these statuses."""
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
         sql += f" AND status IN ({', '.join('?' * len(statuses))})"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)), *statuses))}
-
-    def _jobs(self, which: str, values: Any, *, table: str = "jobs") -> list[StoredJob]:
-        return [_kept(row) for row in self._reader.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
     def _begin_life(self, began_at: float) -> int:
         """A unique number: the next one, or the time if a full disk does not allow the insert."""
@@ -433,6 +443,12 @@ class Store:
         self._logged_error = str(error)
 
 
+def used_rank_s(store: Store, owner: str | None, *, day: int) -> float:
+    """Seconds of ranks of the jobs of a key that have ended on a day since 1970."""
+    sql = "SELECT rank_s FROM usage WHERE owner = ? AND day = ?"
+    return float((store._reader.execute(sql, (owner, day)).fetchone() or (0.0,))[0])
+
+
 def _check_room(folder: Path) -> None:
     """SQLite writes a small change over an older one, and needs no room for it."""
     try:
@@ -474,6 +490,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise OutputError(
                 f"{path} belongs to another version of gfgen; move it away or choose another --output"
             )
+        db.execute(_USAGE)
         return db
     except sqlite3.Error as error:
         raise OutputError(f"cannot open {path}: {error}; move it away or choose another --output") from None
@@ -500,8 +517,9 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
     row = db.execute(f"{sql} WHERE id = :id AND status = 'open' RETURNING batch_id", values).fetchone()
+    if row is not None or _add_to_end(db, values):
+        _note_use(db, ending)
     if row is None:
-        _add_to_end(db, values)
         return False
     if row[0] is not None:
         db.execute(
@@ -515,14 +533,20 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     return True
 
 
-def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
+def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
     """Add the run's details to an ending that was recorded without them, for example by a cancel."""
-    if values["manifest"] is not None:
-        db.execute(
-            "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
-            "WHERE id = :id AND status = :status AND manifest IS NULL",
-            values,
-        )
+    if values["manifest"] is None:
+        return False
+    sql = "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
+    sql += "WHERE id = :id AND status = :status AND manifest IS NULL"
+    return db.execute(sql, values).rowcount > 0
+
+
+def _note_use(db: sqlite3.Connection, ending: Ending) -> None:
+    rank_s = 0.0 if ending.work is None else ending.work.timings.get("rank_s") or 0.0
+    row = (int(ending.completed_at // DAY_S), rank_s, ending.id)
+    sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
+    db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", row)
 
 
 _PATHS = ", ".join(f"'$.{name}'" for name in _OF_WORK)
@@ -531,6 +555,10 @@ _COLUMNS = (
     f"json_extract(manifest, {_PATHS})"
 )
 _BATCH_COLUMNS = ", ".join(each.name for each in fields(BatchRow))
+
+
+def _jobs(db: sqlite3.Connection, which: str, values: Any, *, table: str = "jobs") -> list[StoredJob]:
+    return [_kept(row) for row in db.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
 
 def _facts(text: str) -> JobFacts:

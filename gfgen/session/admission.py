@@ -12,30 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
+import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
+from gfgen.errors import InputError, JobFileError, ModelError, Problem, Warned, listed
 from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.families.precision import Precision
-from gfgen.models.families.registry import (
-    DEFAULT_MODEL,
-    check_name,
-    find_configs,
-    resolve_checkpoint,
-)
+from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
+from gfgen.models.geometry.rules import max_text_tokens
+from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, admit
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.session.calls import try_calls
+from gfgen.runtime.predict.profile_file import write_whole
 from gfgen.session.memory import HostMemory
+from gfgen.system.lifeline import ask_child
+from gfgen.system.machine import cache_dir
 from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
@@ -69,10 +73,7 @@ class AdmittedSource:
 
 
 def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
-    """The jobs, and the problems of the others if `skip_invalid`.
-
-    Raises: JobFileError with every problem.
-    """
+    """The jobs, and the problems of the others if `skip_invalid`. Raises: JobFileError with every problem."""
     name, problems = found.parsed.source, found.problems
     if problems and not (skip_invalid and found.jobs):
         raise JobFileError(name, tuple(problems))
@@ -88,12 +89,7 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
 def judge(
     source: JobSource, admission: Admission, *, claims: Claims | None = None, has_bar: bool = False
 ) -> AdmittedSource:
-    """The jobs that can run, and the problems of the others; jobs get their files by `claims`.
-
-    With `has_bar`, bars on the terminal show how far a long file is.
-
-    Raises: InputError when a file cannot be read, or when a model does not fit into memory.
-    """
+    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError."""
     parsed = parse(source, admission.models.default, has_bar=has_bar)
     done = None if claims is None else claims.done
     jobs, refused = admission(parsed.specs, may_ask=True, has_bar=has_bar, done=done)
@@ -155,12 +151,7 @@ def warn_of_passed_deadlines(
 def with_time(
     jobs: Sequence[AdmittedJob], step_times: Callable[[], StepTimes], *, closes_at: float | None
 ) -> tuple[Sequence[AdmittedJob], int]:
-    """The jobs with time for one step before --until, and the number of the others, which are logged.
-
-    Also warns of jobs that cannot make a step before their deadline.
-
-    Raises: InputError if no job fits.
-    """
+    """Jobs with time for a step before --until, and the number of others. Raises: InputError if none."""
     if closes_at is None and not any(job.spec.deadline_s or job.spec.deadline_at for job in jobs):
         return jobs, 0
     times, now = step_times(), time.time()
@@ -218,7 +209,7 @@ class Models:
         return model
 
     def try_calls(self, jobs: Sequence[AdmittedJob], *, may_ask: bool = True) -> Judged:
-        """The jobs whose calls their pipelines do not refuse (calls.py)."""
+        """The jobs whose calls their pipelines do not refuse."""
         if self.has_random_weights:
             return jobs, ()
         return try_calls(jobs, trusts_code=self.trusts_code, may_ask=may_ask)
@@ -242,7 +233,6 @@ class Admission:
         has_bar: bool = False,
         done: Done | None = None,
     ) -> Judged:
-        """Resolve, try calls (`may_ask` as there) and fit. Raises: as `fit`."""
         jobs, refused = self.resolve(specs, has_bar=has_bar)
         jobs, unlike = self.models.try_calls(jobs, may_ask=may_ask)
         jobs, unfit = self.fit(jobs, done=done)
@@ -255,17 +245,13 @@ class Admission:
         return jobs, (*refused, *unfit)
 
     def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
-        """The jobs as they run."""
         named, unknown = self.memory.patches.named(specs)
         shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
         jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
         return jobs, (*unknown, *refused)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:
-        """The jobs that fit into memory and are within the bounds; these do not apply to those in `done`.
-
-        Raises: InputError when a model does not fit.
-        """
+        """Those that fit into memory and, unless `done`, the bounds. Raises: InputError for a model."""
         jobs, too_large = self.memory.fit(jobs)
         found = [] if self.bounds is None else list(beyond(jobs, self.bounds, self.step_times))
         exempt = done([job for job, _ in found]) if found and done is not None else ()
@@ -291,3 +277,122 @@ def resolved_model(name: str, *, has_random_weights: bool, trusts_code: bool) ->
 def find_weightless(name: str) -> ResolvedModel:
     configs = find_configs(name)
     return ResolvedModel(name, configs, weightless_geometry(configs))
+
+
+logger = logging.getLogger(__name__)
+
+SAFE_BYTES = 75
+"""No text encoder keeps fewer tokens, and a token has a byte or more."""
+Answers = dict[str, dict[str, Any]]
+"""By call and by text."""
+_SHOWN_WORDS = 8
+
+
+def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool = True) -> Judged:
+    """The jobs whose calls their pipelines do not refuse, with warnings for texts that are cut. Kept answers
+    count alone unless a child process may be asked, which takes seconds."""
+    groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
+    for job in jobs:
+        most = max_text_tokens(job.spec, TEXT_TOKENS) - 2
+        if job.has_nominal_flops or any(_long_texts(job.spec, most)):
+            groups[job.checkpoint].append((_key(job), job))
+    known = {checkpoint: _read(checkpoint) for checkpoint in groups}
+    questions = [
+        {"checkpoint": str(path), "trusts_code": trusts_code, **asked}
+        for path, own in groups.items()
+        if may_ask and (asked := _asked(own, known[path]))["calls"]
+    ]
+    try:
+        found = ask_child("gfgen.models.stepping.outlined", questions, "calls") if questions else ()
+    except ModelError as error:
+        found = [{"error": str(error)}] * len(questions)
+    unchecked: dict[Path, str] = {}
+    for question, answer in zip(questions, found, strict=True):
+        path = Path(question["checkpoint"])
+        if "error" in answer:
+            unchecked[path] = answer["error"]
+        else:
+            known[path] = {name: known[path][name] | answer[name] for name in known[path]}
+            _keep(path, known[path])
+    judged: dict[str, AdmittedJob | Problem] = {}
+    for path, own in groups.items():
+        calls = known[path]["calls"]
+        judged |= {job.job_id: _judged(job, known[path], key) for key, job in own if key in calls}
+        unknown = [why for key, _ in own if (why := calls.get(key, {}).get("unknown"))]
+        if may_ask and (why := unchecked.get(path) or next(iter(unknown), None)):
+            logger.info("%s: calls are not checked before they run: %s", own[0][1].spec.model, why)
+    all_jobs = [judged.get(job.job_id, job) for job in jobs]
+    kept = [each for each in all_jobs if isinstance(each, AdmittedJob)]
+    return kept, [each for each in all_jobs if isinstance(each, Problem)]
+
+
+def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str, Any]:
+    """What jobs of a checkpoint need beyond the known answers."""
+    calls: dict[str, Any] = {}
+    texts: dict[str, tuple[str, str]] = {}
+    for key, job in jobs:
+        answer = known["calls"].get(key)
+        most = SAFE_BYTES if answer is None else answer["most_bytes"]
+        new = {_text_id(key, text): (key, text) for text in _long_texts(job.spec, most)}
+        texts |= (new := {name: text for name, text in new.items() if name not in known["texts"]})
+        if new or answer is None:
+            calls.setdefault(key, asdict(job.spec))
+    return {"calls": calls, "texts": texts}
+
+
+def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem:
+    spec = job.spec
+    if (refused := found["calls"][key].get("refused")) is not None:
+        return replace(Problem.of(None, None, f"{job.info.family} refuses it: {refused}"), line=spec.line)
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(spec, name) or ""
+        read = found["texts"].get(_text_id(key, text), len(text))
+        if rest := text[read:].split():
+            kind = f"the end of a long {name} has no effect, because no text encoder reads it"
+            shown = " ".join(rest[:_SHOWN_WORDS]) + (" ..." if len(rest) > _SHOWN_WORDS else "")
+            job = job.warned(Warned(kind, f"{len(rest)} words from {shown!r}"))
+    return job
+
+
+def _key(job: AdmittedJob) -> str:
+    """Equal for jobs of a checkpoint whose calls are refused alike; families of gfgen's own refuse none."""
+    own = str(job.spec.args) if job.spec.args else ""
+    said = call_key(job.spec) if job.has_nominal_flops else own
+    return hashlib.sha256(said.encode()).hexdigest()[:20]
+
+
+def _text_id(key: str, text: str) -> str:
+    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:20]
+
+
+def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
+    return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
+
+
+_ANSWERS = 2
+"""A number that rises when calls are tried otherwise."""
+
+
+def _place(checkpoint: Path) -> Path:
+    """The file of a checkpoint's answers, which has another name when something changes."""
+    paths = [path for pattern in ("*", "*/*") for path in sorted(checkpoint.glob(pattern))]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    versions = [_ANSWERS, *(version(package) for package in ("diffusers", "transformers"))]
+    return cache_dir() / "calls" / f"{hashlib.sha256(repr((stats, versions)).encode()).hexdigest()[:32]}.json"
+
+
+def _read(checkpoint: Path) -> Answers:
+    try:
+        found: Answers = json.loads(_place(checkpoint).read_text())
+    except (OSError, ValueError):
+        return {"calls": {}, "texts": {}}
+    return found
+
+
+def _keep(checkpoint: Path, known: Answers) -> None:
+    path = _place(checkpoint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(json.dumps(known), path)
+    except OSError as error:
+        logger.debug("%s cannot be written: %s", path, error)

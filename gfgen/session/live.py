@@ -60,7 +60,6 @@ class LiveRun(Observer):
         self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT)
         self._answers: deque[dict[str, Any]] = deque(maxlen=MAX_ANSWERS)
         self._unwanted: deque[str] = deque()
-        """Jobs to cancel in the next turns."""
         self._is_closed = False
         self._rows: dict[str, Any] = {"ends_at": None, "ranks": [], "jobs": []}
         self._next_sum_s = 0.0
@@ -78,8 +77,6 @@ class LiveRun(Observer):
     @property
     def takes_requests(self) -> bool:
         return self._fd >= 0
-
-    # Requests -------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._fd
@@ -115,8 +112,6 @@ class LiveRun(Observer):
         answer = {"cancelled": list(found)[:MAX_NAMED], "num_cancelled": len(found), "unmatched": unmatched}
         self._answers.append({"request": key, **answer})
         self._write()
-
-    # What happens ---------------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._write()
@@ -156,8 +151,6 @@ class LiveRun(Observer):
                 (self._folder / REQUESTS_NAME).unlink()
             os.close(self._fd)
             self._fd = -1
-
-    # The record -----------------------------------------------------------------------------------
 
     def _write(self) -> None:
         """Replace the record if it has changed; a disk that refuses it ends the record, not the run."""
@@ -205,8 +198,7 @@ class LiveRun(Observer):
         return None if time_s is None or time_s == float("inf") else round(self._started_at + time_s, 1)
 
     def _running(self, snapshot: Snapshot) -> dict[str, RunningTask]:
-        """By job: the tasks that run, without those queued behind them, and the next ones of jobs that are
-        between two tasks on their ranks."""
+        """By job: the tasks that run, or are next for jobs between two tasks on their ranks."""
         running: dict[str, RunningTask] = {}
         busy: set[int] = set()
         for each in snapshot.running:
@@ -242,10 +234,7 @@ class LiveRun(Observer):
     def _job_rows(
         self, snapshot: Snapshot, running: Mapping[str, RunningTask], predicted: Forecast
     ) -> list[dict[str, Any]]:
-        """Running jobs, then the others in the order of their predicted starts, as far as there is one.
-
-        Last come those that wait for their arrival, for a model or for the end of their write.
-        """
+        """Running jobs, then the others by predicted starts, last those that wait for something."""
         chosen: dict[str, None] = {}
         for job_id in itertools.chain(
             running, predicted.starts_s, snapshot.open, snapshot.busy, self.view.open
@@ -303,10 +292,7 @@ def open_requests(folder: Path) -> int:
 
 
 def send_request(folder: Path, request: Mapping[str, Any]) -> None:
-    """Hand a request to the run of a folder; it is one write, so requests do not mix.
-
-    Raises: RunError if no run reads there.
-    """
+    """Hand a request to the run of a folder, in one write. Raises: RunError if no run reads there."""
     line = json.dumps(request).encode() + b"\n"
     assert len(line) <= select.PIPE_BUF
     path, deadline_s = folder / REQUESTS_NAME, time.monotonic() + PATIENCE_S

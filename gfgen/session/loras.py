@@ -91,15 +91,11 @@ class PatchNeed:
 
 @dataclass(frozen=True, slots=True)
 class Loras:
-    """The LoRAs of admitted jobs and of a server. Copies stay until the run ends, so they add up over jobs.
-
-    Where a model's copies are is decided once, with its first LoRAs, and changes no bits.
-    """
+    """The LoRAs of admitted jobs and of a server. Copies add up over the run; their place is decided once."""
 
     fits: LoraFits = field(default_factory=LoraFits)
     by_model: dict[Path, PatchNeed] = field(default_factory=dict)
     served: dict[str, ServedLora] = field(default_factory=dict)
-    """By the name that requests give."""
     placements: dict[Path, Placement] = field(default_factory=dict)
     """Of models on GPUs. Streamed weights need no copies, since their changes are made after each read."""
 
@@ -215,10 +211,7 @@ class Loras:
         return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
 
     def serve(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path], room: Room) -> None:
-        """Let requests name these.
-
-        Raises: InputError for a LoRA that fits no model, and if there is no room for all of them.
-        """
+        """Let requests name these. Raises: InputError for one that fits no model, and for lack of room."""
         self.served.update(served)
         self.fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
         for name, lora in served.items():
@@ -241,12 +234,10 @@ class Loras:
         self._tell_of_copies(checkpoints, num_ranks)
 
     def _place(self, checkpoint: Path, loras: Set[_Lora], size: int, room: Room, *, work: int = 0) -> None:
-        """Decide where copies are: in main memory if GPUs lack room for those of these LoRAs."""
         size += room.patch_bytes(checkpoint, self.of(checkpoint, loras))
         self.by_model.setdefault(checkpoint, PatchNeed(room.lacks(size, work)))
 
     def _tell_of_copies(self, checkpoints: Iterable[Path], num_ranks: int) -> None:
-        """Log for which of these models main memory has the copies."""
         for path in sorted(checkpoints):
             need = self.of(path)
             if need.is_on_host and need.num_changed:
@@ -265,10 +256,7 @@ def _loras_of(job: AdmittedJob) -> Set[_Lora]:
 
 
 def _no_copies(job: AdmittedJob, size: int, *, beside: int | None, available: int) -> Problem:
-    """The problem of a job whose LoRAs need too much.
-
-    `beside` is for its model and its state; None: GPUs have these, and main memory lacks room for copies.
-    """
+    """The problem of a job whose LoRAs need too much; `beside` None: main memory lacks room for copies."""
     kind, others = "main memory needed for", "which do not fit on GPUs"
     if beside is not None:
         kind = "memory needed for LoRAs and"

@@ -3,21 +3,24 @@
 CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
 its frames during a decode. Each GPU holds all weights, or as many blocks as fit and buffers for the others,
 which main memory holds (geometry/weights.py), and the frames during a decode; slabs and writers use main
-memory. Activations come on top. Placements leave room for a rough guess of them, and jobs are admitted
-without: a job that is refused here could not have run, and a job that passes may still fail at a task.
+memory. Activations come on top, as earlier runs measured them, or by a guess. Placements leave room for them,
+and jobs are admitted without: a job that is refused could not have run, one that passes may fail at a task.
 Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
+from gfgen.graph import Stage
 from gfgen.models.families.precision import Precision
 from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
 from gfgen.models.geometry.weights import (
@@ -37,6 +40,7 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, peak_key
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
 from gfgen.system.machine import available_bytes
 from gfgen.system.wording import counted, size_in_words
@@ -50,15 +54,22 @@ _DECODE_BYTES = 100
 _CPU_BYTES = 4
 """Of a parameter on CPU ranks, in fp32."""
 _SPARE = 10
-"""Copies leave a tenth of a GPU free; with less, no graphs are recorded (recorder.py)."""
+"""Copies leave a tenth of a GPU free; with less, no graphs are recorded (worker/forwards.py)."""
 _ACTIVATION_BYTES = 10**9
 """The least that a placement leaves for activations."""
-_TOKEN_BYTES, _PIXEL_BYTES = 200_000, 600
-"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture."""
+_TOKEN_BYTES, _PIXEL_BYTES, _FRAME_BYTES = 200_000, 600, 7_500
+"""Guesses for each token of a step, of 5,120 channels, and for each byte of a decoded picture, or of one
+frame of a video, of which Wan2.2-5B decodes four at once: 6.4 GB at 832x480 in fp32, half as much in
+bf16, and pieces of 2 GB beside them are too small to be used."""
+_MARGIN = 1.25
+"""For pieces of memory that are too small to be used, beside what tasks were measured to take."""
 _SHARING_BYTES = 16 * 32 * 2**20
 """Workspaces of cuBLAS for forwards that share reads (streaming/turns.py): 32 MB a thread on Hopper."""
 _READ_BYTES_PER_S = 50e9
-"""From pinned memory; one H200 reads 55 GB/s, two at once 38 to 48 each (copies of 4 MB and more)."""
+"""From pinned memory, where nothing was measured; one H200 reads 55 GB/s, two at once 38 to 48 each."""
+FRESH_S = 0.25
+_NEAR_BYTES_PER_S = 300e9
+"""From another GPU's memory over NVLink; H200s reach 310 to 330 GB/s."""
 _QUANTISING = 7
 """The most memory that a GPU needs to quantise a weight, as a multiple of the weight in bf16
 (modulation.in_int8 computes in fp32)."""
@@ -73,6 +84,9 @@ class HostMemory:
     is_loaded: bool = False
     """The ranks hold the models of all jobs, so what is available of main memory is without them."""
     patches: Loras = field(default_factory=Loras)
+    profile: Profile = NO_PROFILE  # what was measured of such devices
+    _seen: tuple[float, int | None] = (-math.inf, None)
+    """The room for new jobs, and when it was read: from twenty files."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -131,18 +145,19 @@ class HostMemory:
         """Which blocks of a model are on its devices. Raises: InputError when it does not fit."""
         return WHOLE
 
-    def reads_s(self, checkpoint: Path) -> float:
-        """The time that reading the streamed blocks of one forward takes at least."""
-        return 0.0
+    def reads_s(self, models: Mapping[str, Path]) -> Mapping[str, float]:
+        """As `RunStart.reads_s`: how long a forward reads streamed blocks at least, of models by name."""
+        return {}
 
     def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
         """The placements of the models that have streamed blocks, by path."""
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
         for path, each in found.items():
             sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            text = "%s: each GPU holds %s of its weights; %s are streamed from main memory%s"
-            reads_s = self.reads_s(path)
-            pace = f", which takes a step at least {reads_s:.2g} s" if reads_s else ""
+            places = "main memory and from other GPUs" if each.shared else "main memory"
+            text = f"%s: each GPU holds %s of its weights; %s are streamed from {places}%s"
+            times_s = self.reads_s({"": path}).values()
+            pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
             logger.info(text, model_name(path), *sizes, pace)
         return {str(path): each for path, each in found.items()}
 
@@ -165,7 +180,10 @@ class HostMemory:
         return jobs, (*unfit, *too_large, *without_copies)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
-        available = self.room_bytes if is_new else self.devices.memory_bytes
+        now_s = time.monotonic()
+        if is_new and now_s - self._seen[0] > FRESH_S:
+            self._seen = now_s, self.room_bytes
+        available = self._seen[1] if is_new else self.devices.memory_bytes
         return split(jobs, lambda job: weights[job.checkpoint] + self.job_bytes(job), available)
 
     def residency(
@@ -262,22 +280,30 @@ class GpuMemory(HostMemory):
             placements[checkpoint] = self._placed(checkpoint)
         return placements[checkpoint]
 
-    def reads_s(self, checkpoint: Path) -> float:
-        parts, streamed = self._parts(checkpoint), self.placement(checkpoint).streamed
-        sizes = [
-            sum(parts[name].blocks[key] for key in streamed[name])
-            for name in streamed
-            if TEXT_ENCODER.fullmatch(name) is None
-        ]
-        return max(sizes, default=0) / _READ_BYTES_PER_S
+    def reads_s(self, models: Mapping[str, Path]) -> Mapping[str, float]:
+        found, rate = dict[str, float](), self.profile.read_bytes_per_s or _READ_BYTES_PER_S
+        for model, path in models.items():
+            placement, parts = self.placement(path), self._parts(path)
+            for name, keys in placement.streamed.items():
+                if TEXT_ENCODER.fullmatch(name) is None:
+                    near = placement.shared.get(name, frozenset())
+                    sizes = [sum(parts[name].blocks[key] for key in each) for each in (near, keys - near)]
+                    seconds = sizes[0] / _NEAR_BYTES_PER_S + sizes[1] / rate
+                    found[model] = max(found.get(model, 0.0), seconds)
+        return found
 
     def _placed(self, checkpoint: Path) -> Placement:
         parts, room_bytes = self._parts(checkpoint), self.room_bytes
         if room_bytes is None:
             return WHOLE
         work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
+        is_alone = self.work.keys() <= {checkpoint}  # models with shards do not take turns
+        num_sharing = min(map(len, self.devices.islands)) if is_alone else 1
         if (found := placed(parts, room_bytes - work_bytes)).streamed:
-            found = placed(parts, room_bytes - work_bytes - _SHARING_BYTES)
+            left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
+            found = placed(parts, left_bytes, num_sharing=num_sharing)
+            if found.shared and available is not None and found.streamed_bytes > available:
+                found = placed(parts, left_bytes)  # main memory holds what is shared, too
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
             raise InputError(
@@ -288,13 +314,17 @@ class GpuMemory(HostMemory):
         return replace(found, takes_patches=not self.precision.quantised(checkpoint).layers)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
-        for job in jobs if not self.is_loaded else ():
-            picture = _PIXEL_BYTES * job.trajectory.frames_bytes // (job.spec.frames or 1)
-            need = max(self.work_bytes(job), _TOKEN_BYTES * job.limits.max_sequence_degree, picture)
-            if need > self.work.get(job.checkpoint, 0):
+        self.note(() if self.is_loaded else jobs)
+        return super().fit(jobs, is_new=is_new)
+
+    def note(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Placements leave room for jobs like these."""
+        for job in jobs:
+            if (need := self.work_bytes(job)) > self.work.get(job.checkpoint, 0):
+                if job.checkpoint not in self.work:
+                    self.patches.placements.clear()
                 self.work[job.checkpoint] = need
                 self.patches.placements.pop(job.checkpoint, None)
-        return super().fit(jobs, is_new=is_new)
 
     def _parts(self, checkpoint: Path) -> Mapping[str, Part]:
         if checkpoint not in self.parts:
@@ -312,9 +342,19 @@ class GpuMemory(HostMemory):
         return job.state_bytes + max(job.state_bytes, frames_bytes)
 
     def work_bytes(self, job: AdmittedJob) -> int:
-        samples = job.trajectory.frames_bytes // job.spec.sample_bytes
-        decode_bytes = _DECODE_BYTES // (2 if self.vae_dtype == "bfloat16" else 1)
-        return max(self.job_bytes(job), job.state_bytes + decode_bytes * samples)
+        """With activations as they were measured, or guesses."""
+        frames_bytes, vae_dtype = job.trajectory.frames_bytes, self.vae_dtype
+        half, num_frames = 2 if vae_dtype == "bfloat16" else 1, job.spec.frames or 1
+        decode_bytes = _DECODE_BYTES // half // job.spec.sample_bytes
+        frame_bytes = _PIXEL_BYTES if num_frames == 1 else _FRAME_BYTES // half
+        work = {
+            Stage.DENOISE: _TOKEN_BYTES * job.limits.max_sequence_degree,
+            Stage.DECODE: max(decode_bytes * frames_bytes, frame_bytes * frames_bytes // num_frames),
+        }
+        for name, stage in itertools.product((job.twin, job.spec.model), Stage):
+            peak = self.profile.peaks.get(peak_key(name, job.shape, stage, vae_dtype))
+            work[stage] = work.get(stage, 0) if peak is None else int(_MARGIN * peak)
+        return max(self.job_bytes(job), job.state_bytes + max(work.values()))
 
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0

@@ -22,6 +22,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
+from gfgen.runtime.predict.profile_file import NO_PROFILE
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
@@ -131,10 +132,11 @@ class Ranks:
 
     @property
     def memory(self) -> HostMemory:
-        """The memory of their devices, before they start."""
         if not self.are_on_gpus:
             return HostMemory(devices=self.devices, has_random_weights=self.has_random_weights)
+        found = find_profile(self.profiled_as)
         return GpuMemory(
+            profile=NO_PROFILE if found is None else found[1],
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
@@ -159,10 +161,7 @@ class AskedRanks:
     attention: tuple[str, ...] = ()
 
     def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them, or fewer under limits.
-
-        Raises: InputError if the machine has fewer GPUs or none with fp8, or if --memory is no size.
-        """
+        """These ranks on this machine, or `cpu_ranks` at most. Raises: InputError if it cannot have them."""
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
             self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
@@ -186,10 +185,7 @@ class AskedRanks:
 def admitted_on(
     ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
 ) -> Sequence[AdmittedJob]:
-    """Admit jobs for ranks that hold all models at once.
-
-    Raises: JobFileError with every problem, which names `source`; InputError when the models do not fit.
-    """
+    """Admit jobs for ranks with all models. Raises: JobFileError; InputError if the models do not fit."""
     admission = ranks.admission(default_model)
     jobs, problems = admission(specs)
     admission.memory.check_together({job.checkpoint for job in jobs})
@@ -212,11 +208,9 @@ def ready_pool(
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
-    """Start workers with these models.
+    """Start workers with these models, without ranks that cannot start unless all are needed.
 
-    The pool goes on without a rank that cannot start, unless all are needed, as in measurements. Workers and
-    writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers. Kernels
-    are compiled for `jobs`, or if there are none, for whatever these models can do.
+    `worker_main` replaces the workers' program. Kernels are for `jobs`, or for whatever the models can do.
     """
     machine.check_limits(ranks.num_ranks)
     if worker_main is None:
@@ -313,7 +307,6 @@ def made_with(ranks: Ranks, checkpoint: Path, *, kernels: KernelChoice = "own") 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs in words, such as 'torch 2.10.0 (now 2.11.0)'."""
     old, new = before.get("versions") or {}, now["versions"]
     found = [
         f"{name} {old[name]} (now {new.get(name, 'none')})" for name in old if old[name] != new.get(name)

@@ -10,10 +10,12 @@ import logging
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -43,9 +45,8 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import find_profile, keep_measured, runs_path
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import ProcessBackend, Requests, WarmUps
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend, Requests, WarmUps
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun
@@ -65,17 +66,14 @@ class SessionOptions:
     ranks: Ranks
     policy: NamedPolicy
     model: str = DEFAULT_MODEL
-    """For jobs that name none."""
     lookahead_s: float = LOOKAHEAD_S
     batch: int = 1
     """The most equal jobs that take their steps together."""
     grace_s: float = GRACE_S
-    """How long running steps may continue when a run stops."""
     closes_at: float | None = None
     """Unix time at which the run stops."""
     job_file: str = STDIN
-    """The job file or the watched folder, as the folder's records name it. STDIN: unknown, so files of
-    other jobs stay."""
+    """The job file or the watched folder as recorded; STDIN: unknown, so files of other jobs stay."""
     job_bounds: JobBounds | None = None
     keeps_records: bool = True
     """Writes a journal and a manifest into the output folder."""
@@ -125,8 +123,9 @@ class Session:
         self._lock = -1
         self._warm: set[tuple[str, str, Degrees]] = set()
         """Models, shapes and degrees that ranks have prepared before a run."""
-        self._reads_s: Mapping[str, float] = {}
-        """By model with streamed blocks: the time that reading them takes."""
+        self._models: Mapping[str, Path] = {}
+        """Those of `load`, by name."""
+        self._peaks = Counter[str]()  # as `Profile.peaks`
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -138,7 +137,6 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the ranks: at once after an error."""
         self._stack.__exit__(kind, error, trace)
 
     @functools.cached_property
@@ -161,10 +159,7 @@ class Session:
         return self.pool.num_ranks
 
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
-        """The jobs that these lines of a job file describe, except those that an earlier session finished.
-
-        Raises: JobFileError with every problem; InputError when a model does not fit.
-        """
+        """The jobs of these lines that are not done. Raises: JobFileError; InputError for a model."""
         text = "\n".join(json.dumps(line) for line in lines)
         parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
         options = self.options
@@ -181,9 +176,7 @@ class Session:
         """Start ranks with the models of these jobs and with `models`, and prepare the first job's tasks.
 
         are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
-
-        Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
-                WorkerError when no rank starts, or when one does not and all are needed.
+        Raises: InputError when a model does not fit; WorkerError; InterruptedRunError.
         """
         options = self.options
         _remove_leftovers_below(options.output_dir, jobs)
@@ -198,14 +191,9 @@ class Session:
         memory.check_waiting(checkpoints)
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
-        of_jobs = {job.spec.model or "": job.checkpoint for job in jobs}
-        times_s = {name: memory.reads_s(path) for name, path in {**named, **of_jobs}.items()}
-        self._reads_s = {name: seconds for name, seconds in times_s.items() if seconds}
+        self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
         held = checkpoints if self.residency is None else self.residency.checkpoints
-        profile = find_profile(options.ranks.profiled_as)
-        kernels = choose_kernels(
-            options.ranks, jobs, profile=profile and profile[1], output_dir=options.output_dir
-        )
+        kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
             options.ranks,
@@ -247,9 +235,7 @@ class Session:
     ) -> Summary:
         """Run the control loop until all jobs have ended or the run stops. The ranks can be used again.
 
-        options: replaces the session's, with another folder or policy.
-        profile: replaces this machine's. Then measured task times are not kept.
-
+        `options` replaces the session's; `profile` this machine's, and then measured times are not kept.
         Raises: InterruptedRunError when a second signal did not let steps end.
         """
         options, clock = options or self.options, clock or Clock()
@@ -284,25 +270,26 @@ class Session:
             if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
                 logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
+            for use in summary.memory.values():
+                self._peaks |= use.task_peaks
         state = control.state
         self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
 
     def _control(
-        self,
-        jobs: Sequence[AdmittedJob],
-        setup: RunSetup,
-        stack: contextlib.ExitStack,
-        **records: Any,
+        self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack, **records: Any
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
         has_files = options.keeps_records or options.waits_for_space  # else another run writes them
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
         own_chooser = stack.enter_context(contextlib.closing(ThreadedChooser(options.policy.choose)))
+        memory = JobMemory(jobs, options.output_dir, setup.start.resume)
+        may_come = arrivals.intake is not None
+        self.pool.needed = None if may_come else lambda: {str(x.checkpoint) for x in memory.jobs.values()}
         backend = ProcessBackend(
             self.pool,
-            JobMemory(jobs, options.output_dir, setup.start.resume),
+            memory,
             clock=setup.clock,
             signals=self.signals,
             requests=arrivals.requests,
@@ -328,15 +315,17 @@ class Session:
         )
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
-        """Keep the task times for the predictions of later runs, unless an option changes them."""
-        if ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements:
-            keep_measured(
-                runs_path(ranks.profiled_as),
-                costs.classes.values(),
-                device=ranks.profiled_as,
-                num_ranks=max(map(len, self.pool.islands)),
-                share_cores=_share_cores(ranks),
-            )
+        """Keep what later runs predict from; no task times if an option or streamed blocks change them."""
+        are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements
+        keep_measured(
+            runs_path(ranks.profiled_as),
+            costs.classes.values() if are_usual else (),
+            device=ranks.profiled_as,
+            num_ranks=max(map(len, self.pool.islands)),
+            share_cores=_share_cores(ranks),
+            read_bytes_per_s=self.admission.memory.profile.read_bytes_per_s,
+            peaks=dict(self._peaks),
+        )
 
     def _made_with(self, info: JobInfo) -> Mapping[str, Any] | None:
         """None if the model is not there any more, or its files cannot be read."""
@@ -351,7 +340,9 @@ class Session:
         return first_arrivals(journal, forced_from=options.forced_from) if options.keeps_records else {}
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
-        pool, folder = self.pool, options.output_dir
+        pool, folder, memory = self.pool, options.output_dir, self.admission.memory
+        if rates := [each.read_bytes_per_s for each in pool.living if each.read_bytes_per_s]:
+            memory.profile = replace(memory.profile, read_bytes_per_s=round(median(rates)))
         return RunStart(
             num_ranks=pool.num_ranks,
             num_writers=pool.num_writers,
@@ -360,17 +351,14 @@ class Session:
             last_number=pool.last_number,
             arrived_at=self._first_arrivals(options),
             resume=resume.find(
-                folder,
-                jobs,
-                weights_mark=pool.models.weights_mark,
-                computed_with=pool.settings.computed_with,
+                folder, jobs, weights_mark=pool.models.weights_mark, computed_with=pool.settings.computed_with
             ),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             batch=options.batch,
-            reads_s=self._reads_s,
+            reads_s=memory.reads_s(self._models),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,
         )
@@ -409,10 +397,7 @@ def known_profile(ranks: Ranks) -> Profile | None:
 
 @contextlib.contextmanager
 def _held_folder(folder: Path) -> Iterator[int]:
-    """Create and lock the output folder and remove what killed runs left; yields the lock's descriptor.
-
-    An empty folder that this created is removed at the end.
-    """
+    """Lock the output folder without leftovers; yields the descriptor. If it is new and empty, it goes."""
     made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         try_to_write(folder)

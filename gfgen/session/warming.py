@@ -1,9 +1,7 @@
 """What ranks on GPUs prepare before and during a run, and when their models change; whether they compile.
 
-The first task of a kind loads kernels, plans convolutions and is launched slowly. Ranks prepare the first
-job's tasks before the run begins, and all others between tasks, in the order in which jobs need them. A
-task that comes earlier is prepared just before it runs (runtime/worker/forwards.py). Results do not depend on
-whether a kind was warmed up.
+The first job's tasks are prepared before the run, and all others between tasks in the order of need, or just
+before they run (runtime/worker/forwards.py). Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ SAVED = 0.2
 MAX_KINDS = 16
 """Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
-"""Operations of a step on each of its ranks. A larger step computes for seconds (two forwards of Wan2.2-5B at
-1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md). Loading is
-a small part of the first such step, and launching delays none."""
+"""Operations of a step on each of its ranks. A larger one computes for seconds (586e12 took 1.0 s on an H200:
+benchmarks/results/2026-11-22-forward.md), of which loading and launching are a small part."""
 MAX_PROMPT = 500
 """Characters of a prompt that ranks get to prepare with between tasks: these messages are sent at once."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
@@ -86,11 +83,7 @@ def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> 
 
 
 def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
-    """What to prepare for these jobs, in the order in which they probably need it.
-
-    First the tasks of the most urgent kind of jobs, in each rank's own slot of a layout; then those of the
-    other kinds, prompts of all lengths, other slots and larger degrees.
-    """
+    """What to prepare, in the order of need: the most urgent kind in each rank's slot, then others."""
     kinds: dict[object, AdmittedJob] = {}
     for job in sorted(jobs, key=_urgency):
         kinds.setdefault(job.kind, job)
@@ -108,7 +101,6 @@ def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmU
 
 
 def _items(jobs: Sequence[AdmittedJob], degree: int, *, in_own_slot: bool = False) -> Iterator[WarmUp]:
-    """The tasks that run on so many ranks, by kind of job."""
     for job in jobs:
         ways: Sequence[Degrees] = ()
         if degree <= job.limits.step_degree and job.flops[Stage.DENOISE] <= MAX_FLOPS * degree:
@@ -140,7 +132,6 @@ def _shortened(spec: JobSpec) -> JobSpec:
 
 
 def _name_of(item: WarmUp) -> str:
-    """Such as 'wan2.2-ti2v-5b 832x480x49'."""
     spec = item.spec
     frames = f"x{spec.frames}" if spec.frames and spec.frames > 1 else ""
     return f"{spec.model or Path(item.checkpoint).name} {spec.size_text}{frames}"
@@ -149,11 +140,7 @@ def _name_of(item: WarmUp) -> str:
 def choose_kernels(
     ranks: Ranks, jobs: Sequence[AdmittedJob], *, profile: Profile | None, output_dir: Path
 ) -> KernelChoice:
-    """The kernels of all steps of pipelines without an adapter of their own in this run.
-
-    A job that continues keeps those that it began with, since others would change its bits. On CPUs and
-    with --compile off they are diffusers' own.
-    """
+    """The kernels of steps without an adapter; a job that continues keeps those that it began with."""
     general = [job for job in jobs if job.has_nominal_flops]
     if ranks.compile == "off" or not (general or ranks.are_on_gpus):
         return "own"

@@ -14,10 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def home() -> Path:
-    """The user's home, or a temporary one, also for libraries, if there is none to which the user may write.
-
-    Containers give HOME=/ to user ids without an entry. A home with caches is kept, though nobody may write.
-    """
+    """The user's home, or a temporary one, also for libraries, if containers give none that is writable."""
     with suppress(RuntimeError):  # no HOME, and no entry in the list of users
         found = Path.home()
         place = found if os.path.isdir(found) else found.parent

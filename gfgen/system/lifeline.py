@@ -32,10 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Command that runs a module of this package in a process that dies with the thread that starts it.
-
-    With -P, a random.py in the current folder does not replace Python's own.
-    """
+    """The command of a module that dies with the thread that starts it; -P: no random.py of the folder."""
     return [sys.executable, "-P", "-m", "gfgen.system.lifeline", str(os.getpid()), module, *arguments]
 
 
@@ -63,10 +60,7 @@ def bind_forks() -> None:
 
 
 def ask_child(module: str, asked: object, what: str) -> Any:
-    """The answers of a module that runs as a program (`answer_all`).
-
-    Raises: ModelError, which says what cannot be checked.
-    """
+    """The answers of a module that runs as a program. Raises: ModelError."""
     try:
         done = subprocess.run(
             module_command(module),

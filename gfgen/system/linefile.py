@@ -1,8 +1,4 @@
-"""Append-only files of lines: the journal, the manifest, the list of files taken from a watched folder.
-
-An append is written completely or not at all, also on a full disk. A killed run can leave an incomplete
-last line. The next run ends that line, and readers skip it.
-"""
+"""Append-only files of lines, each written completely or not at all; readers skip what a killed run left."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class LineFile:
-    """Appends to a file that only this process writes.
-
-    Raises: OutputError from any call. The run must stop then, since it can no longer record what it does.
-    """
+    """Appends to a file that only this process writes. Raises: OutputError, after which the run must stop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,10 +28,7 @@ class LineFile:
             self.append(b"\n")
 
     def append(self, content: bytes) -> None:
-        """Write all of the content; it survives the death of this process.
-
-        Fails if the file no longer has its name: the content would be lost. A stat takes two microseconds.
-        """
+        """Write all of the content, which survives this process. Fails if the file no longer has its name."""
         try:
             is_there = os.path.samestat(os.stat(self.path), self._opened)
         except OSError:

@@ -1,27 +1,26 @@
-"""This machine: its cores, packages and memory, where gfgen keeps its measurements, limits of a process.
-
-Cgroups (versions 1 and 2) limit memory and cores, as containers and batch systems set them. `root` replaces
-the root folder of the system.
-"""
+"""This machine: cores, packages, memory, folders and limits; `root` replaces the system's root folder."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
 import importlib.util
+import json
 import logging
 import math
 import os
 import platform
 import re
 import resource
+import subprocess
 import sys
 import time
 import zoneinfo
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import IO
 
@@ -76,6 +75,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """That of the installed gfgen, from its repository or what pip noted; empty if neither is there."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    with contextlib.suppress(OSError, ValueError, PackageNotFoundError, subprocess.SubprocessError):
+        if (root / ".git").exists():
+            return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=5).strip()
+        noted = json.loads(distribution("gfgen").read_text("direct_url.json") or "{}")
+        return str(noted.get("vcs_info", {}).get("commit_id", ""))
+    return ""
+
+
 @functools.cache
 def key_versions() -> Mapping[str, str]:
     return {name: number for name, number in versions().items() if name != "python"}
@@ -100,12 +111,7 @@ def prepared_dirs() -> list[Path]:
 
 
 def locked(path: Path, *, timeout_s: float) -> IO[bytes]:
-    """An open file that no other caller has until it is closed, or until the process ends.
-
-    It is for files that one process makes while others wait for it.
-
-    After the timeout it comes without the lock: what it guards is then made twice, which is harmless.
-    """
+    """An open file that nobody else has until it is closed; after the timeout without the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     until_s = time.monotonic() + timeout_s
@@ -147,11 +153,7 @@ def check_packages(packages: Iterable[str]) -> None:
 
 
 def allow_most() -> float:
-    """Raise this process's limit to what the system allows, and return it.
-
-    A run holds a few files for each started job, a server one for each connection. Child processes inherit
-    it.
-    """
+    """Raise this process's limit, which children inherit, to what the system allows, and return it."""
     return _raise_limit(resource.RLIMIT_NOFILE)
 
 
@@ -174,8 +176,7 @@ def why_killed(kills_before: int) -> str | None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Source: malloc.h of glibc."""
 KEPT_BYTES = 256 << 20
-"""Freed memory kept at the end of the heap. Decoding 33 frames of 192x128 by the small Wan model peaks at
-530 MB with and without it, and ends with 90 MB more."""
+"""Freed memory kept at the end of the heap: 90 MB more at the end of a run, and no higher peak."""
 ALWAYS_RETURNED_BYTES = 1 << 20
 LARGEST_KEPT_BYTES = 1 << 30
 """Larger blocks return to the kernel when they are freed."""
@@ -184,9 +185,8 @@ LARGEST_KEPT_BYTES = 1 << 30
 def keep_freed_memory() -> None:
     """Reuse freed memory instead of returning it to the kernel.
 
-    By default glibc maps each large tensor again, and the kernel clears its pages one by one: 430,000 page
-    faults and 45% of the processor time of the decode above (1.8 s; without them 1.0 s). Works with glibc
-    only.
+    By default glibc maps each large tensor again, and the kernel clears its pages one by one: 45% of the time
+    of a decode of 33 frames of 192x128 by the small Wan model (1.8 s; without 1.0 s). Works with glibc only.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -195,33 +195,21 @@ def keep_freed_memory() -> None:
 
 
 def give_back_large_blocks() -> None:
-    """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel when they are freed.
-
-    By default glibc keeps blocks of up to 32 MiB in each of its heaps once the first ones were freed, and
-    every thread that has decoded a large picture has such a heap.
-    """
+    """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel; glibc keeps 32 MiB of them per thread."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)
 
 
 def give_back_freed_memory() -> None:
-    """Return all freed memory to the kernel, wherever in the heap it is.
-
-    Use it after large work that will not be repeated soon, such as loading a model for a GPU: weights
-    stored in another dtype are converted in main memory in blocks below LARGEST_KEPT_BYTES, which the
-    process would keep.
-    """
+    """Return all freed memory to the kernel, for after large work, such as loading a model for a GPU."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process can still get, within its cgroups' limits; None if the system does not say.
-
-    Page cache that can be dropped counts as available.
-    """
+    """Memory that this process can still get, with page cache, within cgroups' limits; None if unknown."""
     free_kib = _number_in(_text_of(root / "proc/meminfo"), "MemAvailable:")
     rooms = [*_rooms(root), *([] if free_kib is None else [free_kib * 1024])]
     return min(rooms, default=None)
@@ -264,8 +252,6 @@ def warn_of_unknown_zone() -> None:
         return
     logger.warning("TZ=%s is no time zone of this system, so times of day are those of UTC", name)
 
-
-# Cgroups ----------------------------------------------------------------------------------------
 
 _MAX_DEPTH = 32
 _NO_LIMIT = 1 << 60
@@ -319,13 +305,11 @@ def _is_limit(text: str) -> bool:
 
 
 def _number_in(text: str, name: str) -> int | None:
-    """The number behind this name in a text with a name and a number per line."""
     found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     return None if found is None else int(found[1])
 
 
 def _text_of(path: Path) -> str:
-    """The content of a small file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,4 @@
-"""Output that never waits for its reader.
-
-A terminal that is stopped (Ctrl-S, a sleeping ssh client), or a pipe that nobody reads, blocks whoever writes
-to it once a few kilobytes wait there.
-"""
+"""Output that never waits for its reader, such as a stopped terminal (Ctrl-S) or a pipe that nobody reads."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ def drain(stream: Any, limit_s: float = FINAL_S) -> bool:
 
 
 def drop_unread() -> None:
-    """Drop what this process and its children print while nobody reads it; they print next to nothing.
-
-    The terminal or pipe is opened again, so that only this description of it does not wait.
-    """
+    """Drop what is printed while nobody reads it, by an own description of the terminal or pipe."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         with suppress(OSError):
             if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):

@@ -29,15 +29,10 @@ def leave_to_the_run() -> None:
 
 
 class SignalPipe:
-    """Readable after a signal; `close` restores the previous handlers.
-
-    Signals that were ignored when this process started stay ignored: `nohup` sets this for SIGHUP, and a
-    shell without job control for Ctrl-C in background processes.
-    """
+    """Readable after a signal; `close` restores handlers. What was ignored (nohup, `CMD &`) stays ignored."""
 
     def __init__(self) -> None:
         self._interrupted: str | None = None
-        """The activity that a signal interrupts."""
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
@@ -52,12 +47,7 @@ class SignalPipe:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals received, without echoes of the first one.
-
-        `timeout` sends its signal to the process and then to its process group. When a terminal closes,
-        both the kernel and the shell send SIGHUP. systemd may send SIGTERM and SIGHUP. These arrive within
-        moments and count once. Each Ctrl-C counts.
-        """
+        """Numbers of the signals received, without echoes of the first within moments; each Ctrl-C counts."""
         now_s = time.monotonic()
         counted = []
         for number in filter(self._previous.__contains__, self._reader.recv(64)):
@@ -70,10 +60,7 @@ class SignalPipe:
 
     @contextlib.contextmanager
     def interrupting(self, doing: str) -> Iterator[None]:
-        """Inside, a signal raises an exception; for calls that wait for something else.
-
-        Raises: InterruptedRunError at the first signal, including one that arrived earlier and was not taken.
-        """
+        """Inside, a signal raises; for calls that wait for something else. Raises: InterruptedRunError."""
         self._interrupted = doing
         try:
             with contextlib.suppress(BlockingIOError):
@@ -116,11 +103,9 @@ class DecisionTimeout(PolicyFault):
 
 
 def within(limit_s: float, function: Callable[[T], R], argument: T) -> R:
-    """Call a function, and interrupt it if it does not return within `limit_s`.
+    """Call a function, and interrupt it if it does not return within `limit_s`, in the main thread only.
 
-    Signals reach the main thread only, so in other threads there is no limit. A timer that was already
-    running (a test's, for example) continues afterwards.
-
+    A timer that was already running (a test's, for example) continues afterwards.
     Raises: DecisionTimeout inside the function, and so from here unless the function catches it.
     """
     if threading.current_thread() is not threading.main_thread():

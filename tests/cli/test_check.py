@@ -14,6 +14,7 @@ import pytest
 
 from gfgen.cli import run as run_module
 from gfgen.cli.main import main
+from gfgen.runtime.core.devices import CUDA, Devices, Gpu
 from gfgen.runtime.core.metrics import Summary
 
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 2}
@@ -265,3 +266,29 @@ def test_finished_jobs_that_were_made_with_other_versions_or_weights_are_named(c
     assert code == 0
     (line,) = [line for line in out.splitlines() if line.startswith("done ")]
     assert line.endswith(": fox; --force makes them again")
+
+
+def test_a_streamed_model_is_told_with_its_slowdown_and_the_prediction_counts_the_reads(
+    capsys, folder, monkeypatch
+):
+    monkeypatch.setattr("gfgen.session.memory.available_bytes", lambda: 128 * 10**9)
+    picture = {"prompt": "a fox", "model": "qwen-image", "size": "1024x1024", "steps": 20}
+    put(folder / "one.jsonl", picture)
+    put(folder / "eight.jsonl", *[picture | {"id": f"fox-{number}"} for number in range(8)])
+
+    def report(name: str, gpu_gb: int) -> dict[str, Any]:
+        devices = Devices(CUDA, 1, (Gpu("NVIDIA H200", gpu_gb * 10**9),))
+        monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: devices)
+        code, out, err = gfgen(capsys, "check", name, "--random-weights", "--json")
+        assert code == 0, err
+        return json.loads(out)  # type: ignore[no-any-return]
+
+    streamed = report("one.jsonl", 24)
+    assert (
+        "38.8 GB are streamed from main memory, which takes a forward at least 0.49 s" in streamed["notes"][0]
+    )
+    assert any("a step of qwen-image takes 2" in note for note in streamed["notes"])
+    lone_s, resident_s = (report("one.jsonl", size)["prediction"]["seconds"] for size in (24, 141))
+    assert lone_s - resident_s == pytest.approx(20 * (0.49 - 0.23), rel=0.1)
+    eight_s = report("eight.jsonl", 24)["prediction"]["seconds"]
+    assert eight_s < 8 * resident_s * 1.1, "they share their reads"

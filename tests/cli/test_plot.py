@@ -15,7 +15,7 @@ from gfgen.cli.shown.picture import PALETTE, job_colour, luminance, shaded
 from gfgen.cli.shown.plot_timeline import draw, plot_timeline
 from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
-from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.files.trace import TraceWriter
 
 
 def traced(folder: Path, parts: list[Part], *, num_ranks: int) -> Path:

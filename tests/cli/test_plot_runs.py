@@ -13,7 +13,7 @@ from gfgen.cli.shown.picture import draw_runs, figures_of, find_traces, plot_run
 from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
 from gfgen.runtime.files.manifest import ManifestWriter
-from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.files.trace import TraceWriter
 
 
 def traced(

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from gfgen.cli.main import cli
 from gfgen.cli.remote.commands import find_target
+from gfgen.cli.remote.folder import RunStatus
 from gfgen.cli.remote.server import Server, _recent_row, is_loopback
-from gfgen.cli.remote.status import RunStatus
 from gfgen.errors import InputError, Problem
 from gfgen.job.spec import output_name, spec_hash
 from gfgen.runtime.core.observer import with_view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -49,7 +50,7 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
     assert early.post("/v1/videos", json={"prompt": "x"}).status_code == 503
     assert early.get("/health").status_code == 503
     server.wait_ready()
-    warning = "--max-frames 12 is below the default of tiny-wan: jobs without a length have 9 frames"
+    warning = "--max-pixels is below a default of tiny-wan: jobs without it have frames = 9"
     assert warning in server.log
     plain = server.post("/v1/videos", prompt="x", size="64x64", num_inference_steps=1).json()
     assert plain["frames"] == 9
@@ -133,10 +134,10 @@ def test_a_limit_below_the_default_of_a_model_is_the_default(tiny_models, most):
     """It refused every request that named no length. Wan makes 13 frames of 12, which are too many."""
     admit = Ranks(Devices("cpu", 1)).admission("tiny-wan", bounds=JobBounds(frames=most))
     own = admit.models.find("tiny-wan").geometry.resolve(JobSpec(id="x", prompt="a fox")).frames
-    model = served_model(admit.models.find("tiny-wan"), created=1, most_frames=most)
+    model = served_model(admit.models.find("tiny-wan"), created=1, bounds=JobBounds(frames=most))
     assert own > 12
     frames = {12: 9, 1: 1}[most]
-    assert "usual_frames" not in model.model_dump_json()
+    assert "limited" not in model.model_dump_json()
     requests = [
         video_job(checked(VideoRequest, {"prompt": "a fox"}), models=[model], ignored=None),
         plain_job(checked(JobRequest, {"prompt": "a fox"}), uploads={}, models=[model]),
@@ -154,7 +155,28 @@ def test_a_limit_below_the_default_of_a_model_is_the_default(tiny_models, most):
     assert [request.spec.frames for request in requests] == [frames] * 3, "as it is stored for a restart"
     (usual,) = usual_jobs([model], admit)
     assert usual.shape == jobs[0].shape
-    assert served_model(admit.models.find("tiny-wan"), created=1, most_frames=257).usual_frames is None
+    roomy = JobBounds(frames=257, steps=200, pixels=2048 * 2048)
+    assert served_model(admit.models.find("tiny-wan"), created=1, bounds=roomy).limited == {}
+
+
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image", "shapes"])
+def test_limits_of_steps_and_pixels_below_the_defaults_of_a_model_are_defaults(tiny_models, name):
+    """They refused every request that named neither."""
+    bounds = JobBounds(steps=3, pixels=64 * 40)
+    admit = Ranks(Devices("cpu", 1)).admission(name, bounds=bounds)
+    model = served_model(admit.models.find(name), created=1, bounds=bounds)
+    assert model.defaults.steps == 3
+    requests = [
+        plain_job(checked(JobRequest, {"prompt": "a fox"} | more), uploads={}, models=[model])
+        for more in ({}, {"sigmas": [1.0, 0.5]}, {"size": "32x32"})
+    ]
+    jobs, problems = admit([request.spec for request in requests])
+    assert not problems
+    assert [job.spec.steps for job in jobs] == [3, 2, 3]
+    assert all(1024 <= job.spec.width * job.spec.height <= 64 * 40 for job in jobs)
+    assert model.defaults.size == jobs[0].spec.size_text
+    with_recipe = checked(JobRequest, {"prompt": "a fox", "recipe": {"*": {"steps": 2}}})
+    assert plain_job(with_recipe, uploads={}, models=[model]).spec.steps is None
 
 
 def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):
@@ -164,6 +186,19 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
     shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
     assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
     assert all(width and height for width, height in shapes.values())
+
+
+def test_free_memory_is_read_once_for_requests_that_come_together(monkeypatch, tiny_models):
+    """From about twenty files, which took a fifth of a request."""
+    reads, now_s = [], 100.0
+    found = Ranks(Devices("cpu", 1)).admission("tiny-wan")
+    admit = found.of_loaded(frozenset({found.models.find("tiny-wan").checkpoint}))
+    monkeypatch.setattr("gfgen.session.memory.available_bytes", lambda: reads.append(now_s) or 10**12)
+    monkeypatch.setattr("gfgen.session.memory.time", SimpleNamespace(monotonic=lambda: now_s))
+    for step_s in (0.0, 0.1, 0.1, 0.1):
+        now_s += step_s
+        assert not admit([JobSpec(id="a", prompt="a fox", model="tiny-wan")])[1]
+    assert reads == [100.0, pytest.approx(100.3)]
 
 
 def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):

@@ -14,7 +14,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankLost, RankReady, RankTimes, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import with_view
-from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.files.trace import TraceWriter
 from gfgen.session.live import LiveRun
 from gfgen.snapshot import Snapshot
 

@@ -20,12 +20,11 @@ from gfgen.models.fast import recording as graphs_module
 from gfgen.models.fast import texts
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
-from gfgen.models.parallel.cudnn_attention import is_fast
+from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.forwards import Forwards
-from gfgen.runtime.worker.recorder import CudaRecorder
+from gfgen.runtime.worker.forwards import CudaRecorder, Forwards
 
 WAN = {"width": 96, "height": 64, "frames": 9}  # 18 tokens: 5, 5, 4, 4 on four ranks
 QWEN = {"width": 96, "height": 96, "true_cfg_scale": 4.0}  # 36 tokens

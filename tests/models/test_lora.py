@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,9 @@ from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import QuantisedRows, original_weights
 from gfgen.models.streaming.placing import Placing
+from gfgen.models.streaming.shards import Island
+from gfgen.models.streaming.stream import stream_of
+from gfgen.runtime.ipc.channel import Channel
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}
@@ -108,16 +113,25 @@ def test_weights_equal_those_that_diffusers_fuses_and_the_base_model_comes_back(
     assert len(changed) in (4, 8)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_streamed_blocks_get_their_loras_after_each_read_with_the_same_bits(
-    model: str, files: list[Path]
+    model: str, files: list[Path], is_shared: bool
 ) -> None:
     checkpoint = resolve_checkpoint(model)
     kind = getattr(diffusers, CLASSES[model])
     seen = []
-    for placement in (Placement(), all_streamed(checkpoint, num_buffers=1)):
-        placing = Placing(placement, device=torch.device("cpu"))
+    streamed = all_streamed(checkpoint, num_buffers=1)
+    island = Island([Channel.pair(), Channel.pair()], 1) if is_shared else None
+    streamed = replace(streamed, shared=streamed.streamed)
+    for placement in (Placement(), streamed):
+        placing = Placing(placement, device=torch.device("cpu"), island=island)
         pipeline = load_pipeline(kind, checkpoint, device="cpu", dtype=torch.float32, placing=placing)
         placing.finish()
+        if placement.streamed:
+            chain = stream_of(pipeline.transformer)
+            own = [block for block in chain._blocks if block.own is not None]
+            kept = [block.own.clone() for block in own]
+            assert bool(own) == is_shared
         merged = MergedLoras(pipeline)
         found = [all_weights_read(pipeline.transformer)]
         for loras in ([(files[0], 1.0)], [(files[0], 0.7), (files[1], -0.3)], []):
@@ -131,6 +145,12 @@ def test_streamed_blocks_get_their_loras_after_each_read_with_the_same_bits(
         assert not all(map(torch.equal, found[0], found[1]))
         seen.append([each for weights in found for each in weights])
     assert all(map(torch.equal, *seen))
+    assert [block.is_read for block in own] == [False] * len(own), "and again from where they are"
+    assert all(torch.equal(block.own, before) for block, before in zip(own, kept, strict=True))
+    del pipeline, placing, merged, chain, own
+    gc.collect()
+    for end in itertools.chain(*island.boards) if island else ():
+        end.close()
 
 
 def test_a_file_that_changed_after_admission_is_refused_and_leaves_nothing_behind(

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.draws import draws_of
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.call import signature_of
 from gfgen.models.stepping.outlined import answers, read_characters
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing config attribute:FutureWarning")  # of diffusers
 
 
 @functools.cache
@@ -72,6 +77,53 @@ def test_answers_say_what_is_refused_and_what_is_read(folder):
     assert found["texts"]["fits"] == 200
     assert found["texts"]["long"] < 1600
     assert found["texts"]["cut"] < 200
+
+
+def refusals(folder: Path, name: str, **jobs: dict[str, Any]) -> dict[str, str | None]:
+    """By job, why the call of a class refuses it, with fields beside the usual ones."""
+    usual: dict[str, Any] = {"id": "a", "prompt": "a fox", "width": 64, "height": 64, "steps": 2, "seed": 0}
+    calls = {key: usual | fields for key, fields in jobs.items()}
+    asked = {"checkpoint": str(checkpoint(folder, name)), "trusts_code": False, "calls": calls, "texts": {}}
+    found = answers(asked)["calls"]
+    assert all(answer.get("unknown") is None for answer in found.values())
+    return {key: answer.get("refused") for key, answer in found.items()}
+
+
+def test_what_the_first_step_refuses_is_refused(folder):
+    odd: dict[str, Any] = {"use_resolution_binning": False, "num_images_per_prompt": 2}
+    found = refusals(
+        folder, "PRXPixelPipeline", one={"args": odd | {"num_images_per_prompt": 1}}, two={"args": odd}
+    )
+    assert found["one"] is None
+    assert found["two"]
+
+
+def test_a_usual_job_has_the_pictures_and_texts_that_a_call_needs(folder, tmp_path):
+    found = refusals(folder, "EasyAnimatePipeline", none={}, some={"negative_prompt": "grey"})
+    assert "NoneType" in (found["none"] or "")
+    assert found["some"] is None
+    for name, size in (("equal", (64, 64)), ("other", (80, 48))):
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    jobs = {name: {"image": str(tmp_path / f"{name}.png")} for name in ("equal", "other")}
+    found = refusals(folder, "ZImageImg2ImgPipeline", **jobs)
+    assert found["equal"] is None
+    assert "must match" in (found["other"] or "")
+
+
+def test_text_encoders_without_masks_and_settings_that_are_lists_are_tried(folder):
+    for name in ("Flux2KleinPipeline", "Krea2Pipeline"):
+        assert refusals(folder, name, plain={}) == {"plain": None}
+
+
+def test_a_vae_that_decodes_in_tiles_alone_does_so(folder):
+    path = checkpoint(folder, "AllegroPipeline")
+    assert load_adapter(path, device="cpu").pipeline.vae.use_tiling  # type: ignore[attr-defined]
+
+
+def test_a_crop_that_needs_pictures_of_pillow_is_refused():
+    args = signature_of("StableDiffusion3InpaintPipeline").args
+    assert "strength" in args
+    assert "padding_mask_crop" not in args
 
 
 def tokenizer_of(per_word):

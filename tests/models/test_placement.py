@@ -69,6 +69,23 @@ def test_transformers_are_streamed_only_if_all_blocks_of_text_encoders_are(
                 assert found.streamed.get(name, frozenset()) == part.blocks.keys()
 
 
+@given(models, st.integers(0, 40_000), st.integers(2, 8))
+def test_ranks_keep_streamed_blocks_for_each_other_before_main_memory_alone_holds_any(
+    parts: dict[str, Part], room: int, num_ranks: int
+) -> None:
+    found, total = placed(parts, room, num_sharing=num_ranks), sum(part.total for part in parts.values())
+    shared, kept = [(name, key) for name in sorted(found.shared) for key in found.shared[name]], 0
+    assert all(keys <= found.streamed[name] for name, keys in found.shared.items())
+    assert (not shared) or found.saved_bytes > 0
+    for position in range(num_ranks):
+        in_order = [parts[n].blocks[k] for n in sorted(parts) for k in parts[n].blocks if (n, k) in shared]
+        kept = max(kept, sum(in_order[position::num_ranks]))
+    assert total - found.saved_bytes == held(parts, found) + kept
+    if found.shared != found.streamed and held(parts, found) + kept <= room:
+        every = {name: frozenset(parts[name].blocks) for name in parts if STREAMABLE.fullmatch(name)}
+        assert {name: keys for name, keys in every.items() if keys} == found.streamed
+
+
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_streamed_blocks_are_spread_evenly(first: int, second: int) -> None:
     number, of = min(first, second), max(first, second)

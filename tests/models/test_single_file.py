@@ -21,7 +21,7 @@ from gfgen.models.families import registry
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import check_name, find_configs, load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
-from gfgen.models.geometry.weights import count_parameters, footprint
+from gfgen.models.geometry.weights import count_parts, footprint
 from gfgen.models.loading.random_weights import StoredWeights
 
 PUBLISHED = (
@@ -92,7 +92,7 @@ def test_a_transformer_in_the_published_layout_loads_as_by_diffusers(
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
     alone = dict(StoredWeights(checkpoint).read("transformer", weights, device=torch.device("cpu")))
     assert all(torch.equal(alone[name], weights[name]) for name in weights)
-    assert count_parameters(checkpoint) == count_parameters(base)
+    assert count_parts(checkpoint) == count_parts(base)
     assert footprint(checkpoint) == footprint(base)
 
 

@@ -20,6 +20,7 @@ from gfgen.job.spec import JobSpec
         ("WanVACEPipeline", {"patch_size": [1, 2, 2]}, 16),  # through transformer or transformer_2
         ("Krea2Pipeline", {"patch_size": 2}, 16),
         ("CogVideoXPipeline", {"patch_size": 2}, 16),  # checks 8, and has patches of 2 x 8
+        ("MochiPipeline", {"patch_size": 2}, 16),  # checks 8, with a factor of another name
         ("SanaPipeline", {"patch_size": 1}, 32),
         ("HunyuanVideo15Pipeline", {"patch_size": 2}, 2),  # no check, and no factor in this config
     ],

@@ -61,6 +61,14 @@ def test_every_stage_can_be_stopped_in_its_middle_and_then_run_as_before(adapter
         assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
 
 
+def test_lists_of_modules_may_have_gaps():
+    part = torch.nn.Linear(2, 2)
+    stop_checks.install(torch.nn.Sequential(torch.nn.ModuleList([None, part])))
+    with stop_checks.watching(counting := Counting()):
+        part(torch.zeros(1, 2))
+    assert counting.num_checks == 1
+
+
 def test_a_decode_of_a_video_is_asked_in_every_latent_frame(tiny_models):
     adapter = load_adapter(tiny_models["tiny-wan"], device="cpu")
     num_checks = []

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import shutil
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,7 @@ from gfgen.models.streaming import host_copy
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane, stream_of
+from gfgen.models.streaming.turns import in_turns
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
 
@@ -103,6 +109,24 @@ def test_a_model_with_streamed_blocks_makes_the_pictures_of_the_resident_one(
         assert streamed == set(placement.streamed if placement else ())
         found.append(result(adapter, JOB))
     assert torch.equal(*found)
+
+
+def test_encodes_that_take_turns_share_their_reads(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [replace(JOB, prompt=prompt) for prompt in ("a fox", "a blue whale in the sea", "rain")]
+    found, reads, read = [], Counter[bool](), Lane.read
+
+    def counted(self: Lane, block: Block) -> None:
+        reads[bool(found)] += 1
+        read(self, block)
+
+    monkeypatch.setattr(Lane, "read", counted)
+    for together in (False, True):
+        adapter = load(deep, of_deep(*range(NUM_BLOCKS)), has_random_weights=True)
+        calls = [partial(adapter.encode, adapter.geometry.resolve(spec)) for spec in specs]
+        prompts = in_turns(calls) if together else [call() for call in calls]
+        found.append([tensor for each in prompts for tensor in each.tensors.values()])
+    assert all(map(torch.equal, *found))
+    assert reads[True] == 2 * NUM_BLOCKS < reads[False], "for the prompts, and for the negative ones"
 
 
 def test_a_pipeline_without_an_adapter_of_its_own_streams_too(tmp_path: Path) -> None:
@@ -208,9 +232,17 @@ def test_fused_blocks_are_placed_as_they_are_fused_also_in_8_bits(
         attention = next(each for each in pipeline.transformer.modules() if hasattr(each, "to_q"))
         replaced = [weakref.ref(getattr(attention, name).weight) for name in names]
         alive.clear()
+        modulation = [
+            getattr(each, "img_mod", [None] * 2)[1]
+            for each in getattr(pipeline.transformer, "transformer_blocks", [nn.Identity()])
+        ]
+        first, last = weakref.ref(modulation[0] or nn.Identity()), modulation.pop()
+        del modulation
 
         def watched(self: Placing, part: nn.Module) -> None:
             alive.append(any(each() is not None for each in replaced))  # noqa: B023
+            if part is last and in_fp8:  # noqa: B023
+                assert first() is None, "a weight in bf16 goes when it is quantised"  # noqa: B023
             bring(self, part)
 
         monkeypatch.setattr(Placing, "bring", watched)
@@ -267,6 +299,10 @@ def test_a_region_that_was_half_written_is_written_again() -> None:
     assert region.tolist() == [9] * 5
     assert third.region(5, lambda region: pytest.fail("it is there")).tolist() == [9] * 5
     assert third.region(3, lambda region: region.fill_(1)).data_ptr() % 4096 == 0
+    mmap.mmap(fd, 0).madvise(mmap.MADV_REMOVE)  # as the pool does, when no rank needs it
+    fourth = HostCopy(fd, CPU)
+    assert fourth.region(5, lambda region: region.fill_(4)).tolist() == [4] * 5
+    fourth.close()
     os.close(fd)
     for each in (first, second, third):
         each.close()
@@ -296,6 +332,7 @@ def test_memory_that_cannot_be_pinned_is_told_once_and_used(
     regions = [copy.region(size, lambda region: region.fill_(3)) for size in (5, 7, 6)]
     assert [region.tolist() for region in regions] == [[3] * 5, [3] * 7, [3] * 6]
     assert caplog.text.count("pins no more memory (CUDA: CUDA_ERROR_OUT_OF_MEMORY)") == 1
+    assert "raise 'ulimit -l' or, of a container," in caplog.text
     copy.close()
     assert calls == ["use 1", "pin 5", "pin 7", "cuMemHostUnregister"]
 
@@ -379,3 +416,34 @@ def test_on_a_gpu_streamed_blocks_give_the_same_bits_in_less_memory(
     saved = 100e6 if in_fp8 else 250e6
     assert peaks[1] < peaks[0] - saved, peaks
     assert peaks[1] < peaks[2] + 50e6, peaks
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "num_left"), [((0.009, 0.005, 0.006, 0.007, 0.001), 1), ((0.045, 0.005), 1)]
+)
+def test_the_rate_of_reads_is_that_of_the_best_of_a_few_copies_and_takes_little_time(
+    monkeypatch: pytest.MonkeyPatch, lasts_s: tuple[float, ...], num_left: int
+) -> None:
+    left, now_s = list(lasts_s), 0.0
+
+    class Target:
+        def copy_(self, source: torch.Tensor) -> None:
+            nonlocal now_s
+            now_s += left.pop(0)
+
+    placing = Placing(Placement({"model": frozenset({"blocks.0"})}))
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(10, 10)])
+    placing.begin("model", model)
+    placing.finish()
+    assert placing.read_rate() == 0, "on a CPU"
+    placing._device = torch.device("cuda")
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, device: Target())
+    assert placing.read_rate() == pytest.approx(1024 / min(lasts_s[: len(lasts_s) - num_left]))
+    assert len(left) == num_left
+
+
+def test_nothing_is_measured_without_streamed_blocks(deep: Path) -> None:
+    assert load(deep, None, has_random_weights=True).read_bytes_per_s == 0
+    assert Placing(device=torch.device("cuda")).read_rate() == 0

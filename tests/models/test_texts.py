@@ -24,9 +24,9 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import recording, texts
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
-from gfgen.models.fast.texts import common_length, padded_length, with_texts
-from gfgen.models.parallel import cudnn_attention
-from gfgen.models.parallel.cudnn_attention import counted_attention as attend
+from gfgen.models.fast.texts import common_length, is_padded, padded_length, with_texts
+from gfgen.models.parallel import counted_attention
+from gfgen.models.parallel.counted_attention import counted_attention as attend
 from gfgen.models.parallel.parallel import parallel_from, rehearsal
 from gfgen.models.parallel.sequence_parallel import active, present_degrees
 
@@ -69,19 +69,30 @@ def test_texts_of_two_branches_share_a_length_where_padding_stays_in_the_last_sh
 
 @pytest.mark.usefixtures("counting")
 def test_only_what_can_count_is_padded(fused_qwen: Any, tiny_models: Mapping[str, Path]) -> None:
-    def length(transformer: Any, tokens: int = 12, degrees: tuple[int, int, int] = (1, 1, 1)) -> int | None:
-        return common_length(transformer, [torch.ones(1, 20, 64)], picture_tokens=tokens, degrees=degrees)
+    def length(*degrees: int) -> int | None:
+        return common_length([torch.ones(1, 20, 64)], degrees=(degrees[0], degrees[1], degrees[2]))
 
-    assert length(fused_qwen) == 32
-    assert length(fused_qwen, degrees=(2, 2, 1)) == 32
-    assert length(fused_qwen, degrees=(1, 2, 2)) is None
-    assert length(fused_qwen, texts.MAX_PICTURE_TOKENS) is None
-    assert length(hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer) is None
+    assert length(1, 1, 1) == 32
+    assert length(2, 2, 1) == 32
+    assert length(1, 2, 2) is None
+    whole = hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer
+    assert is_padded(fused_qwen, picture_tokens=12, num_steps=20)
+    assert not is_padded(whole, picture_tokens=12, num_steps=20)
 
 
-def test_on_a_cpu_texts_are_as_long_as_they_are(fused_qwen: Any) -> None:
+def test_texts_of_large_pictures_are_padded_in_fp8_where_there_are_few_steps(
+    fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = texts.MAX_PICTURE_TOKENS
+    assert not is_padded(fused_qwen, picture_tokens=large, num_steps=4)
+    monkeypatch.setattr(fused_qwen.modulation, "in_int8", object())
+    assert is_padded(fused_qwen, picture_tokens=large, num_steps=4)
+    assert not is_padded(fused_qwen, picture_tokens=large, num_steps=20)
+
+
+def test_on_a_cpu_texts_are_as_long_as_they_are() -> None:
     text = torch.ones(1, 20, 64, dtype=torch.bfloat16)
-    assert common_length(fused_qwen, [text], picture_tokens=12, degrees=(1, 1, 1)) is None
+    assert common_length([text], degrees=(1, 1, 1)) is None
 
 
 def test_one_text_without_padding_is_itself() -> None:
@@ -111,24 +122,24 @@ def test_attention_that_does_not_work_is_told_of_once_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was in the way for a moment only is no reason: all ranks must decide alike."""
-    works = cudnn_attention._works.__wrapped__
+    works = counted_attention._works.__wrapped__
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
 
     def outcome(plan: Any) -> bool:
-        monkeypatch.setattr(cudnn_attention, "_plan", plan)
+        monkeypatch.setattr(counted_attention, "_plan", plan)
         found: bool = works(CPU)
         return found
 
     def failing(error: Exception) -> Any:
-        def plan(*_: Any, **__: Any) -> Any:
+        def plan(*_: Any) -> Any:
             raise error
 
         return plan
 
-    assert outcome(lambda *_, **__: cudnn_attention.by_mask)
+    assert outcome(lambda *_: counted_attention.by_mask)
     assert not outcome(failing(ModuleNotFoundError("no cudnn", name="cudnn")))
     assert not caplog.records
-    assert not outcome(lambda *_, **__: lambda query, *_: query.new_zeros(query.shape))
+    assert not outcome(lambda *_: lambda query, *_: query.new_zeros(query.shape))
     assert not outcome(failing(ModuleNotFoundError("no other", name="other")))
     reasons = ["ValueError: its result is wrong", "ModuleNotFoundError: no other"]
     assert [record.args for record in caplog.records] == [(reason,) for reason in reasons]
@@ -232,7 +243,7 @@ def test_an_adapters_steps_are_the_same_with_padding(tiny_models: Mapping[str, P
 @pytest.mark.parametrize(("length", "num_heads"), [(1088, 24), (1088, 12), (100, 4)])
 def test_cudnn_leaves_padding_out_and_takes_counts_when_it_is_replayed(length: int, num_heads: int) -> None:
     device = torch.device("cuda:0")
-    if not cudnn_attention.is_fast(device, torch.bfloat16):
+    if not counted_attention.is_fast(device, torch.bfloat16):
         pytest.skip("needs nvidia-cudnn-frontend")
     values = random_qkv(2, length, num_heads, 128, device=device).bfloat16()
     qkv = values.clone()

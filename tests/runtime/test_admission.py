@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from builders import geometry_of
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
@@ -101,3 +102,39 @@ def test_a_job_of_a_model_with_random_weights_is_not_the_same_as_that_of_the_rea
         (admitted,), _ = admit([job(1)], default_model=name, find_model=lambda _, model=model: model)
         hashes.add(admitted.info.spec_hash)
     assert len(hashes) == 2
+
+
+HEUN = {"scheduler": {"class": "FlowMatchHeunDiscreteScheduler"}}
+GUIDED = {"true_cfg_scale": 4.0, "negative_prompt": "blurry"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "num_reads"),
+    [
+        ("qwen-image", {}, (1, 1)),
+        ("qwen-image", HEUN, (2, 2)),
+        ("FluxPipeline", {}, (1, 1)),
+        ("FluxPipeline", GUIDED, (2, 1)),
+        ("FluxPipeline", GUIDED | HEUN, (4, 2)),
+        ("LTXPipeline", {"guidance_scale": 3.0}, (1, 1)),
+        ("StableDiffusion3Pipeline", {"guidance_scale": 7.0}, (1, 1)),
+        ("HunyuanVideoPipeline", GUIDED, (2, 1)),
+        ("WanVACEPipeline", {"guidance_scale": 5.0}, (2, 1)),
+        ("StableDiffusionXLPipeline", {"scheduler": {"class": "KDPM2DiscreteScheduler"}}, (2, 2)),
+    ],
+)
+def test_a_step_reads_as_often_as_forwards_follow_each_other(
+    model: str, fields: dict[str, object], num_reads: tuple[int, int]
+) -> None:
+    """Wan and Qwen-Image run both branches block by block, and some pipelines in one forward."""
+    geometry = shipped_geometry(model) if "-" in model else geometry_of(model, transformer={})
+    found = ResolvedModel(model, CONFIGS / model, geometry)
+    (admitted,), problems = admit([job(1, **fields)], default_model=model, find_model=lambda _: found)
+    assert not problems
+    assert admitted.num_reads == num_reads
+
+
+def test_steps_of_second_order_have_another_cost_in_pipelines_too() -> None:
+    found = ResolvedModel("flux", CONFIGS, geometry_of("FluxPipeline", transformer={}))
+    jobs, _ = admit([job(1), job(2, **HEUN)], default_model="flux", find_model=lambda _: found)
+    assert [each.shape for each in jobs] == ["1024x1024", "1024x1024+heun"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from builders import make_job
 from hypothesis import given
@@ -338,3 +340,46 @@ def test_a_stored_duration_that_is_too_long_stops_counting_at_the_first_measurem
 
 def small_flops():
     return dict.fromkeys(Stage, 1e9)
+
+
+def streamed(*, read_s: float, compute_s: float | None = None) -> CostModel:
+    """Of a model whose forwards read for this long, and whose profiled steps compute for that long."""
+    rows = [ProfileRow("fake", "small", Stage.DENOISE, ONE, compute_s, flops=1e9)] if compute_s else []
+    costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=1, rows=tuple(rows)))
+    costs.reads_s = {"fake": read_s}
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "shared_s"), [(0.2, {1: 1.0, 2: 0.5, 4: 0.25, 8: 0.2}), (3.0, {1: 3.0, 2: 3.0, 8: 3.0})]
+)
+def test_a_step_takes_the_longer_of_computing_and_reading_and_jobs_that_share_it_a_part_each(
+    compute_s: float, shared_s: dict[int, float]
+) -> None:
+    costs, job = streamed(read_s=1.0, compute_s=compute_s), make_job("a", shape="small")
+    for number, expected_s in shared_s.items():
+        found = costs.class_of(job, batch=number)
+        assert costs.task_s(found, Stage.DENOISE, ONE) == pytest.approx(expected_s)
+        assert costs.task_s(found, Stage.DECODE, ONE) == pytest.approx(compute_s, abs=0.01), (
+            "it reads nothing"
+        )
+
+
+def test_only_jobs_on_one_rank_share_reads_and_a_rank_for_each_branch_reads_less_where_branches_are_apart():
+    costs = streamed(read_s=1.0)
+    job = replace(make_job("a", uses_cfg=True), num_reads=(4, 2))
+    for batch, expected in ((1, {ONE: 4.0, (1, 2, 1): 4.0, (2, 1, 1): 2.0}), (2, {ONE: 2.0, (1, 2, 1): 4.0})):
+        found = costs.class_of(job, batch=batch)
+        assert {way: costs.task_s(found, Stage.DENOISE, way) for way in expected} == expected
+
+
+def test_steps_that_reading_bounds_teach_nothing_about_computing():
+    costs = streamed(read_s=1.0, compute_s=0.2)
+    small, large = (costs.class_of(make_job("a", shape=shape)) for shape in ("small", "large"))
+    costs.observe(small, Stage.DENOISE, ONE, 1.05)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == 1.0, "the profile counts as a measurement"
+    shared = costs.class_of(make_job("a", shape="small"), batch=8)
+    assert costs.task_s(shared, Stage.DENOISE, ONE) == pytest.approx(0.2)
+    costs.observe(shared, Stage.DENOISE, ONE, 0.4)
+    costs.observe(large, Stage.DENOISE, ONE, 5.0)
+    assert costs.task_s(costs.class_of(make_job("b", shape="large"), batch=8), Stage.DENOISE, ONE) > 4.0

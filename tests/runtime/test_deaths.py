@@ -18,9 +18,8 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
 from gfgen.runtime.processes.child import Patience
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.snapshot import Decision
 from gfgen.system.signals import FOR_THE_RUN
 

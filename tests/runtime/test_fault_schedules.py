@@ -29,9 +29,8 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, FramesStored, TaskFault, TaskReport
 from gfgen.runtime.processes.child import Lost, Phase
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.recovery import Cause
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 
 NUM_SCHEDULES = 100
 PER_TEST = 20

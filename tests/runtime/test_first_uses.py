@@ -12,7 +12,7 @@ from test_state import Cluster
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
-from gfgen.policies.makespan import makespan
+from gfgen.policies.allotment import makespan
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.clock import Clock

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from test_warming import ITEMS, Rank, Silent, closed_ends, pool_of
 
+from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.ipc.messages import ModelsSet, SetModels, WarmedUp, WorkerReady
 from gfgen.runtime.processes.child import GONE, TRANSITIONS, Joined, Loaded, Lost, Phase
 from gfgen.runtime.processes.starting import leave_behind
@@ -56,6 +59,14 @@ def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
     assert rank.phase is Phase.ENDING
 
 
+def test_the_rate_of_reads_stays_known_while_a_rank_holds_other_models() -> None:
+    rank, found = Silent(0), []
+    for rate in (0.0, 12e9, 0.0, 25e9):
+        rank.hear(ModelsSet(1.0, rate))
+        found.append(rank.read_bytes_per_s)
+    assert found == [0.0, 12e9, 12e9, 25e9]
+
+
 def test_a_worker_that_is_told_to_load_while_it_starts_joins_when_it_has_loaded() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)
@@ -100,3 +111,30 @@ def test_a_rank_that_several_wait_for_is_left_behind_once() -> None:
     pool._bury = buried.append
     leave_behind(pool, "it does not answer")
     assert buried == [ranks[0]]
+
+
+def test_the_host_copy_of_a_model_that_no_job_needs_is_given_back_once_no_rank_holds_it() -> None:
+    ranks: list[Any] = [Silent(0), Silent(1)]
+    pool: Any = pool_of(*ranks)
+    copies = {path: Connection(Placement().new_copy()) for path in ("/a", "/b")}
+    pool._launcher.host_copies = copies
+
+    def held(*, loaded: int) -> list[str]:
+        """The copies with content after a change to model a, which this rank has answered."""
+        for copy in copies.values():
+            os.pwrite(copy.fileno(), b"weights", 100_000)
+        if loaded == 0:
+            pool.set_models([Path("/a")])
+        ranks[loaded]._theirs.send(ModelsSet(1.0))
+        list(pool.turn(0.0))
+        return [path for path, copy in copies.items() if os.pread(copy.fileno(), 7, 100_000) == b"weights"]
+
+    for rank in ranks:
+        rank.phase, rank.has_joined = Phase.SERVING, True
+    assert [held(loaded=0), held(loaded=1)] == [["/a", "/b"]] * 2, "jobs may come"
+    pool.needed = lambda: {"/b"}
+    assert [held(loaded=0), held(loaded=1)] == [["/a", "/b"]] * 2
+    pool.needed = set
+    assert [held(loaded=0), held(loaded=1)] == [["/a", "/b"], ["/a"]], "a rank held b"
+    for copy in copies.values():
+        copy.close()

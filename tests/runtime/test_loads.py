@@ -27,11 +27,10 @@ from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.child import Patience, Phase
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import MAX_FORKS
 from gfgen.runtime.processes.pool import MAX_DEATHS, MAX_SPARED, HeldModels, WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.session.warming import warm_ups
 
 PATIENCE_S = 60.0

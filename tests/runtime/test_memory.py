@@ -18,6 +18,7 @@ from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
 from gfgen.models.geometry.weights import Footprint, device_bytes
 from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.child import Child
 from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
@@ -323,8 +324,46 @@ def test_what_is_streamed_is_said_with_the_time_of_its_reads(monkeypatch, caplog
         admission.memory.streaming([job.checkpoint])
     assert caplog.messages == [
         "qwen-image: each GPU holds 20.3 GB of its weights; 38.8 GB are streamed from main memory, "
-        "which takes a step at least 0.49 s"
+        "which takes a forward at least 0.49 s"
     ]
+
+
+@pytest.mark.parametrize("peers", [None, frozenset()], ids=["peers", "no peers"])
+def test_gpus_with_peer_access_keep_blocks_for_each_other(peers, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
+    gpus = (Gpu("a GPU", 36 * GB, peers),) * 2
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    placement = admission.memory.placement(job.checkpoint)
+    assert {name: len(keys) for name, keys in placement.shared.items()} == (
+        {"transformer": 54} if peers is None else {}
+    )
+    with caplog.at_level("INFO"):
+        admission.memory.streaming([job.checkpoint])
+    assert ("from main memory and from other GPUs" in caplog.text) == (peers is None)
+    assert admission.memory.weights([job.checkpoint])[job.checkpoint] <= 32 * GB
+
+
+def test_models_that_may_take_turns_keep_no_blocks_for_each_other(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 256 * GB)
+    gpus = (Gpu("a GPU", 36 * GB),) * 2
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    specs = [
+        JobSpec(id=model, prompt="a red fox", line=1, model=model, width=832, height=480)
+        for model in ("qwen-image", "wan2.2-t2v-a14b")
+    ]
+    jobs, _ = admission(specs)
+    assert not any(admission.memory.placement(job.checkpoint).shared for job in jobs)
+
+
+def test_without_main_memory_for_what_is_shared_less_is_streamed(monkeypatch):
+    gpus = (Gpu("a GPU", 56 * GB),) * 2
+    monkeypatch.setattr(memory, "available_bytes", lambda: 12 * GB)
+    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    placement = admission.memory.placement(job.checkpoint)
+    assert not placement.shared
+    assert 0 < placement.streamed_bytes < 12 * GB
 
 
 @pytest.mark.parametrize(
@@ -393,3 +432,28 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_each():
     message = r"qwen-image .*needed for each of 2 ranks that share a GPU even if .*, 15\.0 GB there"
     with pytest.raises(InputError, match=message):
         GpuMemory(devices=devices, has_random_weights=True).weights([CONFIGS / "qwen-image"])
+
+
+def test_peaks_that_were_measured_replace_guesses(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
+
+    def streamed_gb(peaks, vae_dtype="auto"):
+        ranks = Ranks(
+            Devices("cuda", 1, (Gpu("a GPU", 24 * GB),)), has_random_weights=True, vae_dtype=vae_dtype
+        )
+        admission = ranks.admission("wan2.2-ti2v-5b")
+        named = {f"wan2.2-ti2v-5b {name}": size for name, size in peaks.items()}
+        admission.memory.profile = Profile("a GPU", "2026-11-28", "a test", 1, (), peaks=named)
+        fields = {"width": 832, "height": 480, "frames": 49}
+        (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, **fields)])
+        return admission.memory.placement(job.checkpoint).streamed_bytes / GB
+
+    shape = "832x480x49+cfg"
+    guessed_gb = streamed_gb({})
+    assert streamed_gb({f"{shape} decode": 2 * GB}) < guessed_gb, "100 bytes a sample are 5.9 GB"
+    assert streamed_gb({f"{shape} denoise": 9 * GB}) > guessed_gb
+    assert streamed_gb({f"{shape} encode": 9 * GB}) > guessed_gb
+    assert streamed_gb({"64x64x5 denoise": 9 * GB}) == guessed_gb
+    half_gb = streamed_gb({}, "bfloat16")
+    assert streamed_gb({f"{shape} decode": 9 * GB}, "bfloat16") == half_gb
+    assert streamed_gb({f"{shape} decode bfloat16": 9 * GB}, "bfloat16") > half_gb

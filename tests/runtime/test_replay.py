@@ -23,8 +23,7 @@ from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.runtime.processes.job_memory import JobMemory
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.simulate.choosers import ImmediateChooser
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 

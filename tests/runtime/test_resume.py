@@ -16,7 +16,7 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
+from gfgen.runtime.processes.workers import JobMemory
 
 JOB = make_job("a")
 ON_CPU = {"device": "cpu", "vae_dtype": "auto", "has_random_weights": False}

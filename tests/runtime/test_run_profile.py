@@ -345,3 +345,20 @@ def test_the_basis_of_a_row_is_kept_in_its_file(tmp_path):
     path.write_text(path.read_text().replace('"scaled"', '"hopes"'))
     with pytest.raises(profile_store.InputError, match="basis = 'hopes'"):
         load_profile(path)
+
+
+def test_peaks_and_the_rate_of_reads_are_kept_without_times_and_the_largest_peak_counts():
+    keep(runs_path(), [], peaks={"fake small decode": 7, "fake small denoise": 3}, read_bytes_per_s=25e9)
+    assert load_profile(runs_path()).rows == ()
+    keep(
+        runs_path(),
+        observed(1.0),
+        peaks={"fake small decode": 5, "fake large decode": 9},
+        read_bytes_per_s=None,
+    )
+    found = load_profile(runs_path())
+    assert found.peaks == {"fake small decode": 7, "fake small denoise": 3, "fake large decode": 9}
+    assert (found.read_bytes_per_s, len(found.rows)) == (25e9, 1)
+    both = joined([profile(row()), found, profile(row(), peaks={"fake small decode": 8, "other": 1})])
+    assert (both.peaks, both.read_bytes_per_s) == (found.peaks | {"other": 1}, 25e9)
+    assert not scaling.of_another_gpu(found, "NVIDIA X").peaks

@@ -154,3 +154,22 @@ def test_shapes_that_the_profile_does_not_have_are_told():
     assert not simulated.doubts  # as many operations as a profiled shape
     simulated, _ = run(replace(make_job("c", shape="large"), flops=dict.fromkeys(Stage, 9e9)))
     assert {doubt.shape for doubt in simulated.doubts} == {"large"}
+
+
+def test_jobs_of_a_streamed_model_share_steps_in_a_simulation_and_take_as_long_as_the_reads():
+    jobs, known = [make_job(name, steps=2) for name in "abcd"], profile(loaded=None)
+
+    def makespan_s(read_s):
+        done = simulate(
+            jobs,
+            policy=load_policy("fcfs"),
+            num_ranks=1,
+            profile=known,
+            reads_s={"fake": read_s} if read_s else {},
+        )
+        return done.summary.makespan_s
+
+    resident_s = 4 * (1 + 1 + 2 * 10 + 5)
+    assert makespan_s(None) == pytest.approx(resident_s)
+    assert makespan_s(30.0) == pytest.approx(resident_s, rel=0.05), "four jobs compute for longer than that"
+    assert makespan_s(80.0) == pytest.approx(resident_s + 2 * 40, rel=0.05)

@@ -16,8 +16,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.files.trace import FIRST_WRITER_TID, TraceWriter
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.report.trace import FIRST_WRITER_TID, TraceWriter
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -145,7 +145,7 @@ def test_first_uses_are_marked_on_the_ranks_whose_they_are(tmp_path: Path) -> No
 def test_what_ranks_took_of_memory_is_in_the_trace(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "trace.json")
     writer.began((), num_ranks=2, policy="srtf")
-    writer.measured({1: MemoryUse(7, {"wan": 5}, 6, 2)})
+    writer.measured({1: MemoryUse(7, {"wan": 5}, 6, 2, {"wan 64x64 decode": 3})})
     writer.close()
     (found,) = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["name"] == "memory"]
     assert found["tid"] == 1
@@ -154,6 +154,7 @@ def test_what_ranks_took_of_memory_is_in_the_trace(tmp_path: Path) -> None:
         "device_peaks": {"wan": 5},
         "reserved_bytes": 6,
         "arena_bytes": 2,
+        "task_peaks": {"wan 64x64 decode": 3},
     }
 
 

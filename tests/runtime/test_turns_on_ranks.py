@@ -29,9 +29,8 @@ from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.worker import jobs as worker_jobs
-from gfgen.runtime.worker.device import Device
+from gfgen.runtime.worker.device import Device, execute
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.execution import execute
 from gfgen.runtime.worker.loop import Worker
 
 torch.set_num_threads(1)

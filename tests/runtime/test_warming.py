@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool.settings = RankSettings(num_ranks=len(ranks), are_all_needed=are_all_needed)
     pool.models, pool.patience, pool.islands = HeldModels([]), Patience(), [range(len(ranks))]
     pool.meeting = Meeting(Arenas(), pool.workers, pool.islands)  # type: ignore[arg-type]
+    pool._launcher, pool.needed = SimpleNamespace(host_copies={}), None
     pool.is_stopping, pool.steps_at_hand, pool.clock = False, tuple, AwakeClock()
     pool.deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
     pool._selector = selectors.DefaultSelector()

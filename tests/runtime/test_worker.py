@@ -47,8 +47,9 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker import execution, preparing
+from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import jobs as worker_jobs
+from gfgen.runtime.worker import preparing
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker
@@ -64,6 +65,8 @@ ANSWER_S = 10.0
 
 class CountingAdapter:
     """Latents hold how often they were denoised; a step may be told to fail."""
+
+    read_bytes_per_s = 0.0
 
     def __init__(self) -> None:
         self.fails_at: int | None = None
@@ -287,7 +290,7 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         return SimpleNamespace(enter=enter)
 
     rank.device.endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
-    monkeypatch.setattr(execution, "parallel_from", lambda group: None)
+    monkeypatch.setattr(worker_device, "parallel_from", lambda group: None)
     return entered_s
 
 

@@ -97,21 +97,21 @@ def test_warm_up_rehearses_and_records_every_slot_of_its_layouts(adapters: dict[
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
     list(forwards.warm_up(warm_up(job, (1, 1, 1), (2, 1, 1))))
-    assert of.num_records == 2  # the prompt and the negative prompt: halves have the same forwards
+    assert len(of._records) == 2  # the prompt and the negative prompt: halves have the same forwards
     list(forwards.warm_up(warm_up(job, (1, 3, 1))))
     # 20 tokens on 3 ranks are 7, 7 and 6; of 7 and 6 of the prompts', slots 0 and 1 differ in the first.
-    assert of.num_records == 7
+    assert len(of._records) == 7
     list(forwards.warm_up(warm_up(job, (1, 1, 1), (1, 3, 1))))
-    assert of.num_records == 7
+    assert len(of._records) == 7
 
 
 def test_both_experts_are_warmed_up(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
     forwards, of = forwards_of(adapters)
     list(forwards.warm_up(warm_up(job, (1, 1, 1))))
-    assert of.num_records == 2
+    assert len(of._records) == 2
     forwards.clear()
-    assert of.num_records == 0
+    assert len(of._records) == 0
 
 
 def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any
     assert forwards.is_to_record(kind, step(job, number=20 - worker_forwards.MIN_REPLAYS))
     assert not forwards.is_to_record(kind, step(job, number=21 - worker_forwards.MIN_REPLAYS))
     forwards.record(kind, step(job, number=1))
-    assert of.num_records == 2
+    assert len(of._records) == 2
     assert not forwards.is_to_record(kind, step(job, number=2))
 
 
@@ -146,7 +146,7 @@ def test_short_jobs_are_recorded_from_the_second_one_on_and_again_when_records_h
     assert [run_steps(forwards, job, kind) for _ in range(3)] == [[], [0], []]
     of.clear()
     assert [run_steps(forwards, job, kind) for _ in range(2)] == [[0], []]
-    assert of.num_records == 2
+    assert len(of._records) == 2
 
 
 def test_short_job_beside_another_of_its_kind_is_recorded(adapters: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in
     job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
     forwards, of = forwards_of(adapters)
     forwards.record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
-    assert of.num_records == 0
+    assert len(of._records) == 0
     for each in (job, other):
         for layout in (PAIR, Layout((1, 0), ulysses=2)):
             assert not forwards.is_to_record(forwards.kind_of(step(each, layout)), step(each, layout))
@@ -218,7 +218,7 @@ def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_o
     forwards.record(kind, step(job))
     assert forwards.is_to_record(other_kind, step(other))
     forwards.record(other_kind, step(other))
-    assert of.num_records == 3  # the negative prompt is the same
+    assert len(of._records) == 3  # the negative prompt is the same
     assert not forwards.is_to_record(other_kind, step(other, number=1))
     adapter = adapters["tiny-qwen-image"]
     found = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
@@ -231,7 +231,7 @@ def test_both_experts_are_recorded_before_the_first_step(adapters: dict[str, Any
     job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
     forwards, of = forwards_of(adapters)
     forwards.record(forwards.kind_of(step(job)), step(job))
-    assert of.num_records == 2
+    assert len(of._records) == 2
 
 
 @pytest.mark.parametrize("layout", [ALONE, PAIR, HALVES], ids=str)
@@ -263,7 +263,7 @@ def test_recording_in_vain_is_tried_once(adapters: dict[str, Any], monkeypatch: 
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
     assert num_attempts(forwards, job, most=9, lose=lambda: None) == 1
-    assert of.num_records == 0
+    assert len(of._records) == 0
 
 
 def test_steps_whose_records_had_to_go_are_recorded_again_by_the_next_job(adapters: dict[str, Any]) -> None:
@@ -271,7 +271,7 @@ def test_steps_whose_records_had_to_go_are_recorded_again_by_the_next_job(adapte
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
     assert num_attempts(forwards, job, most=9, lose=of.clear) == 9
-    assert of.num_records == 0
+    assert len(of._records) == 0
     kind = forwards.kind_of(step(job))
     assert not forwards.is_to_record(kind, step(job, number=1))  # a job that has begun is not held up
 
@@ -301,7 +301,7 @@ def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) 
     forwards, of = forwards_of(adapters, may_record=False)
     list(forwards.warm_up(warm_up(job, (1, 1, 1))))
     assert not forwards.is_to_record(forwards.kind_of(step(job, PAIR)), step(job, PAIR))
-    assert of.num_records == 0
+    assert len(of._records) == 0
 
 
 METHODS = {

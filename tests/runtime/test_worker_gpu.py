@@ -20,6 +20,7 @@ import test_deaths
 import test_elastic
 import torch
 from builders import Recorder
+from gpu_worker_imitation import LAUNCH_BYTES
 from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.errors import ModelError
@@ -28,7 +29,7 @@ from gfgen.graph import Stage, Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
-from gfgen.models.parallel import cudnn_attention, parallel
+from gfgen.models.parallel import counted_attention, parallel
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
@@ -181,6 +182,18 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     assert test_deaths.statuses(recorder) == {"gpu-short": "done"}
     assert recorder.memory[0].device_peaks.keys() == {"tiny-qwen-image"}
     assert recorder.memory[0].arena_bytes > PLAN.data_bytes
+
+
+def test_ranks_tell_what_tasks_of_each_kind_took_where_one_rank_ran_them_and_nothing_was_replayed(
+    gpu_pool, tmp_path
+):
+    spec = replace(test_deaths.job("gpu-peaks", ""), width=96)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,), (0, 1)))
+    assert test_deaths.statuses(recorder) == {"gpu-peaks": "done"}
+    found = {name: size for use in recorder.memory.values() for name, size in use.task_peaks.items()}
+    mine = {name.split()[-1]: size for name, size in found.items() if " 96x64" in name}
+    assert mine.keys() == {"encode", "prepare", "decode"}
+    assert set(mine.values()) == {LAUNCH_BYTES}
 
 
 def order(name: str, what: str) -> None:
@@ -400,7 +413,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rank_pads_texts_as_the_others_do_or_ends(monkeypatch, own, others):
     forgone = threading.Event()
-    monkeypatch.setattr(cudnn_attention, "_FORGONE", forgone)
+    monkeypatch.setattr(counted_attention, "_FORGONE", forgone)
     message = Arenas(0, 0, (1, 1), (0, 1), counts_tokens=others)
     if others and not own:
         with pytest.raises(ModelError, match="works on the other ranks, and not on this one"):

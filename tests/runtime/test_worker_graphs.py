@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gfgen.runtime.worker.recorder import CudaRecorder
+from gfgen.runtime.worker.forwards import CudaRecorder
 
 GB = 10**9
 

@@ -157,3 +157,10 @@ def test_on_a_device_that_was_never_used_everything_is_familiar_from_the_second_
     with memory.launching({"step"}, model="wan"):
         pass
     assert memory.is_familiar({"step"})
+
+
+def test_what_a_launch_takes_itself_is_told_apart_from_what_was_there(allocator: Allocator):
+    memory = DeviceMemory(DEVICE, stream=TASKS)
+    allocator.allocated = 10 * MB
+    launch(memory, allocator, "step", 5 * MB)
+    assert (memory.last_peak_bytes, memory.last_own_bytes) == (15 * MB, 5 * MB)

@@ -27,11 +27,10 @@ from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.pool import WorkerPool, most_writers
 from gfgen.runtime.processes.starting import wait_ready
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 from gfgen.runtime.worker.jobs import fetch
 from gfgen.snapshot import Decision
 

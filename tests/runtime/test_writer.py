@@ -22,7 +22,7 @@ from gfgen.runtime.files.outputs import Frames, read_metadata
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.ipc.content import Content, content_of, remove_unfinished, temporary_name
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
-from gfgen.runtime.ipc.output import OutputShape, map_for
+from gfgen.runtime.ipc.slab import OutputShape, map_for
 
 
 @pytest.fixture

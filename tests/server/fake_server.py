@@ -7,6 +7,7 @@ policy and the refusals are real. Everything else answers from `state`, `refusal
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -43,19 +44,9 @@ class FakeServer:
     """Serves on a thread of its own; what tests call here may be called from anywhere."""
 
     def __init__(self, state: server_schemas.LiveState, *, api_key: str | None = None) -> None:
-        self.state = state
-        self.accepted: schemas.Job | None = None
-        self.refusal: ApiError | None = None
-        self.files: dict[str, tuple[bytes, str]] = {}
-        """What GET answers, by path."""
-        self.asked: list[RequestedJob] = []
-        self.cancelled: set[str] = set()
-        self.stored: list[schemas.Job] = []
-        """All jobs that have ended."""
-        self.num_streams = 0
-        self.is_cut = False
-        self._keys = ApiKeys(api_key)
         self._readers: set[asyncio.Queue[bytes | None]] = set()
+        self.begin(state)
+        self._keys = ApiKeys(api_key)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
@@ -82,6 +73,27 @@ class FakeServer:
 
     # What a test says -------------------------------------------------------------------------------
 
+    def begin(self, state: server_schemas.LiveState) -> None:
+        """Forget what the test before said and asked."""
+        self.state = state
+        self.accepted: schemas.Job | None = None
+        self.refusal: ApiError | None = None
+        self.files: dict[str, tuple[bytes, str]] = {}
+        """What GET answers, by path."""
+        self.asked: list[RequestedJob] = []
+        self.uploads: dict[str, bytes] = {}
+        """The files of the last job that came."""
+        self.lines: dict[str, str] = {}
+        """What GET answers of a job's line, by job."""
+        self.mask_argument: str | None = None
+        """Of all models."""
+        self.cancelled: set[str] = set()
+        self.stored: list[schemas.Job] = []
+        """All jobs that have ended."""
+        self.num_streams = 0
+        self.is_cut = False
+        self.hang_up()
+
     def tell(self, **values: Any) -> None:
         """Send a change; fields that are not given are not in it."""
         change = server_schemas.Change(server_time=time.time(), **values)
@@ -106,7 +118,9 @@ class FakeServer:
             reader_loop.call_soon_threadsafe(reader.put_nowait, item)
 
     def _body(self) -> str:
-        return self.state.model_copy(update={"server_time": time.time()}).model_dump_json()
+        state = self.state.model_copy(update={"server_time": time.time()}).model_dump(mode="json")
+        state["models"] = [model | {"mask_argument": self.mask_argument} for model in state["models"]]
+        return json.dumps(state)
 
     # What it answers --------------------------------------------------------------------------------
 
@@ -122,6 +136,8 @@ class FakeServer:
         app.post("/v1/jobs")(self._create)
         app.get("/v1/jobs")(self._list)
         app.post("/v1/batches")(self._create_batch)
+        app.get("/v1/jobs/{job_id}/line")(self._line)
+        app.put("/v1/jobs/{job_id}/favourite")(self._favour)
         app.post("/v1/jobs/{job_id}/cancel")(self._cancel)
         app.post("/v1/jobs/{job_id}")(self._change)
         app.delete("/v1/jobs/{job_id}")(self._delete)
@@ -160,10 +176,16 @@ class FakeServer:
         return Response(self.state.policy.model_dump_json(), media_type="application/json")
 
     async def _create(self, request: Request) -> Response:
-        async with request.form() as form:
-            fields = {
-                name: value if isinstance(value, str) else value.filename for name, value in form.items()
-            }
+        if request.headers["content-type"] == "application/json":
+            fields = await request.json()
+        else:
+            async with request.form() as form:
+                fields = {
+                    name: value if isinstance(value, str) else value.filename for name, value in form.items()
+                }
+                self.uploads = {
+                    name: await value.read() for name, value in form.items() if not isinstance(value, str)
+                }
         self.asked.append(RequestedJob("POST", "/v1/jobs", fields, request.headers.get("idempotency-key")))
         if self.refusal is not None:
             raise self.refusal
@@ -183,14 +205,26 @@ class FakeServer:
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    async def _list(self, ended: bool) -> Response:
+    async def _list(
+        self, ended: bool, limit: int = 20, after: str | None = None, favourite: bool = False
+    ) -> Response:
         jobs = self.stored if ended else [job for job in self.state.open if job.id not in self.cancelled]
-        answer = schemas.JobList(data=jobs, first_id=None, last_id="last", has_more=False)
+        jobs = [job for job in jobs if job.favourite or not favourite]
+        start = next((n for n, job in enumerate(jobs, start=1) if job.id == after), 0)
+        answer = schemas.JobList(**schemas.page(jobs[start : start + limit + 1], limit))
         return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _change(self, job_id: str, request: Request) -> Response:
         self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}", await request.json()))
         return Response("{}", media_type="application/json")
+
+    async def _line(self, job_id: str) -> Response:
+        return Response(self.lines[job_id], media_type="application/json")
+
+    async def _favour(self, job_id: str, value: bool) -> Response:
+        self.asked.append(RequestedJob("PUT", f"/v1/jobs/{job_id}/favourite", {"value": value}))
+        job = next(job for job in [*self.state.finished, *self.stored] if job.id == job_id)
+        return Response(job.model_copy(update={"favourite": value}).model_dump_json())
 
     async def _cancel(self, job_id: str) -> Response:
         self.asked.append(RequestedJob("POST", f"/v1/jobs/{job_id}/cancel"))

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from gfgen.server.http.bodies import _from_json
-from gfgen.server.jobs.job_requests import data_url_content
+from gfgen.server.jobs.job_requests import picture_content
 from gfgen.server.protocol.problems import ApiError
 
 PICTURE = bytes(range(256)) * 12
@@ -19,7 +19,15 @@ ADDRESS = ["/v1/videos", ""]
 
 def read(content, *, json_bytes=BOUND):
     content = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return _from_json(content, picture_name="input_reference", json_bytes=json_bytes)
+    return _from_json(content, "input_reference", 1, json_bytes=json_bytes, read_file=no_files)
+
+
+def no_files(name):
+    raise AssertionError(name)
+
+
+def picture_of(url):
+    return picture_content(url, no_files, param="image")
 
 
 def refused(content, **limits):
@@ -81,10 +89,10 @@ def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
 
 @pytest.mark.parametrize("spoilt", ["=AAA", "AA=A", "A===", "AAA", "AA\nA", "AAA\u00e9"])
 def test_spoilt_base64_is_refused(spoilt):
-    assert data_url_content(URL) == PICTURE
+    assert picture_of(URL) == PICTURE
     for size in (0, 1, 2, 3, 5, 6, 7, 12):
         text = base64.b64encode(PICTURE[:size]).decode()
-        assert data_url_content(f"data:image/png;base64,{text}") == PICTURE[:size]
+        assert picture_of(f"data:image/png;base64,{text}") == PICTURE[:size]
     for before, behind in (("", ""), ("AAAA", ""), ("", "AAAA"), ("AAAAAAAA", "AAAAAAAA")):
         with pytest.raises(ApiError, match="not base64"):
-            data_url_content(f"data:image/png;base64,{before}{spoilt}{behind}")
+            picture_of(f"data:image/png;base64,{before}{spoilt}{behind}")

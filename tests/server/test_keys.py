@@ -13,7 +13,7 @@ from serving import fake_server
 
 from gfgen.errors import InputError
 from gfgen.server.http.guard import Access, ApiKeys
-from gfgen.server.protocol.limits import read_keys
+from gfgen.server.protocol.limits import NamedKey, read_keys
 
 KEY = "a key of 20 letters."
 SLOW = {"prompt": "slowly", "flow_shift": 0.05, "num_inference_steps": 1000}
@@ -241,7 +241,7 @@ def test_a_signed_link_opens_for_a_while(shared, clients, stranger):
     assert later.status_code == 401
     assert "link has expired" in later.json()["error"]["message"]
     now = 1000.0
-    keys = ApiKeys(None, {"ann": ANN}, link_s=60.0, now=lambda: now)
+    keys = ApiKeys(None, {"ann": NamedKey(ANN)}, link_s=60.0, now=lambda: now)
     signature = keys.signature(Access("ann"), "a")
     assert keys.by_signature(signature, "a") == Access("ann")
     assert keys.by_signature(signature, "b") is None
@@ -264,8 +264,20 @@ def test_two_host_headers_are_refused(shared):
 def test_a_key_file_has_a_name_and_a_key_on_each_line(tmp_path):
     path = tmp_path / "keys"
     path.touch(mode=0o600)
-    path.write_text("# of the team\nann 12345678\n\nbob  87654321\n")
-    assert read_keys(path) == {"ann": "12345678", "bob": "87654321"}
+    lines = (
+        "ann 12345678",
+        "",
+        "bob  87654321 open=5  gpu-seconds=3600",
+        "prometheus 11223344 metrics-only",
+        "",
+    )
+    path.write_text("\n".join(("# of the team", *lines)))
+    assert read_keys(path) == {
+        "ann": NamedKey("12345678"),
+        "bob": NamedKey("87654321", open_jobs=5, gpu_s_per_day=3600),
+        "prometheus": NamedKey("11223344", only_metrics=True),
+    }
+    assert "12345678" not in repr(read_keys(path))
     for content, words in [
         ("ann", "line 1: give a name"),
         ("a/b 12345678", "line 1: give a name"),
@@ -273,8 +285,87 @@ def test_a_key_file_has_a_name_and_a_key_on_each_line(tmp_path):
         ("ann 12345678\nann 87654321", "line 2: its name or key is also"),
         ("ann 12345678\nbob 12345678", "line 2: its name or key is also"),
         ("# none", "has no keys"),
+        ("ann 12345678 of the team", "line 1: behind the key, which has no spaces, open=JOBS"),
+        ("ann 12345678 open=many", "line 1: behind the key, which has no spaces, open=JOBS"),
     ]:
         path.write_text(content)
         with pytest.raises(InputError, match=words) as error:
             read_keys(path)
         assert "12345678" not in str(error.value)
+
+
+# Limits of keys -------------------------------------------------------------------------------------
+
+
+def limited_server(folder):
+    keys = f"ann:{ANN}:open=2,bob:{BOB}:gpu_s=1,prometheus:key-of-prometheus:metrics"
+    return fake_server(folder, key=KEY, keys=keys).wait_ready()
+
+
+def client_of(server, key):
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+
+def refusal(answer):
+    assert answer.status_code == 429
+    return answer.json()["error"], int(answer.headers["retry-after"])
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory):
+    running = limited_server(tmp_path_factory.mktemp("limited"))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def test_a_key_for_metrics_reads_nothing_else(limited):
+    with client_of(limited, "key-of-prometheus") as prometheus:
+        assert 'gfgen_build_info{commit="c0ffee",version="1"} 1.0' in prometheus.get("/metrics").text
+        for path in ("/v1/jobs", "/v1/models", "/v1/state", "/version", "/openapi.json"):
+            answer = prometheus.get(path)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (
+                403,
+                "this key reads only /metrics",
+            )
+        assert prometheus.post("/v1/videos", json=SLOW).status_code == 403
+
+
+def test_the_version_is_answered_as_vllm_does(limited):
+    assert limited.http.get("/version").json() == {"version": "1"}
+
+
+def test_a_key_has_at_most_its_number_of_open_jobs(limited):
+    with client_of(limited, ANN) as ann:
+        assert [ann.post("/v1/videos", json=SLOW).status_code for _ in range(2)] == [200, 200]
+        error, retry_s = refusal(ann.post("/v1/videos", json=SLOW))
+        assert (error["message"], retry_s >= 1) == (
+            "2 of 2 jobs of this key are open; retry when some have ended",
+            True,
+        )
+        three = b'{"prompt": "x", "steps": 1}\n' * 3
+        assert ann.post("/v1/batches", content=three, headers=JSONL).status_code == 413
+        for job in ann.get("/v1/jobs", params={"ended": False}).json()["data"]:
+            ann.delete(f"/v1/jobs/{job['id']}")
+        assert ann.post("/v1/jobs", json=QUICK).status_code == 200
+
+
+def test_a_key_has_its_gpu_seconds_of_a_day_also_after_a_restart_and_without_its_jobs(tmp_path):
+    running = limited_server(tmp_path)
+    try:
+        with client_of(running, BOB) as bob:
+            job = bob.post("/v1/jobs", json=QUICK | {"steps": 6, "flow_shift": 0.25}).json()
+            running.wait_for(job["id"])
+            error, retry_s = refusal(bob.post("/v1/jobs", json=QUICK))
+            assert error["code"] == "quota_exceeded"
+            assert "of 1 GPU-seconds of this day; go on at 00:00 UTC" in error["message"]
+            assert 1 <= retry_s <= 86400
+            assert bob.delete(f"/v1/jobs/{job['id']}").json()["deleted"]
+        assert running.http.post("/v1/jobs", json=QUICK).status_code == 200, "others go on"
+        running.stop()
+        running = limited_server(tmp_path)
+        with client_of(running, BOB) as bob:
+            refusal(bob.post("/v1/jobs", json=QUICK))
+    finally:
+        running.stop()

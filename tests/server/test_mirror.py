@@ -345,3 +345,19 @@ def test_a_job_has_the_size_of_its_file_once_that_is_known():
     job = record.job()
     assert (job.size, job.frames, job.seconds) == ("128x256", 4, "0.5")
     assert (job.rank_s, job.peak_memory_mb, job.steps_reused) == (4.0, 512.5, 2)
+
+
+def test_what_waits_for_the_end_of_a_job_is_not_woken_by_its_steps():
+    async def play():
+        record = ServedJob(facts_of(job_info("a")))
+        waiting = asyncio.create_task(record.ends.wait(5.0))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            record.event("step", START)
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        record.end(Ending("a", "completed", START), expires_at=None)
+        record.end_event()
+        return await waiting
+
+    assert asyncio.run(play())

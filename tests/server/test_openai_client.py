@@ -7,6 +7,7 @@ import io
 import json
 import time
 
+import httpx
 import pytest
 from client_table import calls
 from fake_serving import MOVIE
@@ -53,19 +54,93 @@ def test_images_are_streamed(client):
     assert events[0].usage.total_tokens == 0
 
 
-@calls(
-    "openai",
-    "`images.edit`",
-    result="the picture; 400 with a mask or several pictures",
-)
+PICTURE = (ROOT / "jobs/lighthouse.png").read_bytes()
+ONE, SEVERAL = ("x.png", PICTURE), [("x.png", PICTURE), ("y.png", PICTURE)]
+
+
+def mask_of(box, size=None):
+    """A mask as OpenAI defines it: what is to be painted is transparent."""
+    with Image.open(io.BytesIO(PICTURE)) as picture:
+        mask = Image.new("RGBA", size or picture.size, "black")
+    if box is not None:
+        mask.paste((0, 0, 0, 0), box)
+    content = io.BytesIO()
+    mask.save(content, format="PNG")
+    return content.getvalue()
+
+
+@calls("openai", "`images.edit`", result="the picture")
 def test_images_are_edited(client):
-    picture = (ROOT / "jobs/lighthouse.png").read_bytes()
-    for image in (("x.png", picture), [("x.png", picture)]):
+    for image in (ONE, [ONE]):
         answer = client.images.edit(image=image, prompt="a fox", size="auto", input_fidelity="high")
         assert len(answer.data) == 1
-    for wrong in ({"mask": ("m.png", picture)}, {"image": [("x.png", picture), ("y.png", picture)]}):
-        with pytest.raises(openai.BadRequestError):
-            client.images.edit(**{"image": ("x.png", picture), "prompt": "a fox"} | wrong)
+
+
+@calls(
+    "openai",
+    "`images.edit` with several pictures and a `mask`",
+    result="the picture, if the model takes them; otherwise 422",
+)
+def test_images_are_edited_with_several_pictures_and_a_mask(client):
+    given = {"prompt": "a fox", "model": "fake-edit"}
+    answer = client.images.edit(image=SEVERAL, mask=("m.png", mask_of((2, 2, 8, 8))), n=2, **given)
+    assert len(answer.data) == 2
+    for model in ("fake-video", "fake-image"):
+        with pytest.raises(openai.UnprocessableEntityError, match=f"image: model {model} takes one, not 2"):
+            client.images.edit(image=SEVERAL, **given | {"model": model})
+        with pytest.raises(openai.UnprocessableEntityError, match=f"mask: model {model} takes no mask"):
+            client.images.edit(image=ONE, mask=mask_of((2, 2, 8, 8)), **given | {"model": model})
+    for mask, reason in (
+        (mask_of(None), "mask: nothing in it is transparent"),
+        (mask_of((2, 2, 8, 8), (16, 16)), "mask: is 16x16, but the image 384x256"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            client.images.edit(image=ONE, mask=mask, **given)
+    with pytest.raises(openai.BadRequestError, match="image: 17 files; at most 16"):
+        client.images.edit(image=[ONE] * 17, **given)
+
+
+def test_without_a_model_the_first_one_that_takes_the_pictures_makes_them(client):
+    answer = client.images.edit(image=SEVERAL, mask=mask_of((2, 2, 8, 8)), prompt="a fox")
+    assert server_model(client, answer.data[0].id) == "fake-edit"
+
+
+def server_model(client, job_id):
+    return client.get(f"/jobs/{job_id}", cast_to=httpx.Response).json()["model"]
+
+
+@calls(
+    "openai",
+    "`files.create(purpose='vision')`, then its `file_id` where a picture is accepted as JSON",
+    result="the uploaded picture is the one to begin with",
+)
+def test_an_uploaded_picture_is_a_reference(client):
+    file = client.files.create(file=ONE, purpose="vision")
+    assert file.purpose == "vision"
+    assert client.files.content(file.id).read() == PICTURE
+    named = {"file_id": file.id}
+    values = {"prompt": "a fox", "input_reference": named}  # the client's own method takes only files
+    video = client.post("/videos", body=values, cast_to=openai.types.Video)
+    assert client.videos.poll(video.id).status == "completed"
+    form = {"prompt": (None, "a fox"), "input_reference[file_id]": (None, file.id)}
+    assert httpx.post(f"{client.base_url}videos", files=form).status_code == 200
+    for part in ({"type": "image_url", "image_url": named}, {"type": "file", "file": named}):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a fox"}, part]}]
+        assert client.chat.completions.create(model="fake-edit", messages=messages).choices
+    edit = {
+        "prompt": "a fox",
+        "images": [named, named],
+        "model": "fake-edit",
+    }  # JSON, as the REST API takes it
+    assert client.post("/images/edits", body=edit, cast_to=httpx.Response).json()["data"]
+    job = {"prompt": "a fox", "model": "fake-edit", "files": {"image": [named, named], "mask_image": named}}
+    assert client.post("/jobs", body=job, cast_to=httpx.Response).json()["model"] == "fake-edit"
+    with pytest.raises(openai.NotFoundError, match="there is no file file-"):
+        client.post("/jobs", body={"prompt": "a fox", "image": {"file_id": "file-" + "0" * 24}}, cast_to=dict)
+    with pytest.raises(openai.UnprocessableEntityError, match="the file is not a picture"):
+        client.files.create(file=("x.png", b"nonsense"), purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="batch, vision, user_data are accepted"):
+        client.files.create(file=ONE, purpose="fine-tune")
 
 
 @calls(
@@ -172,6 +247,45 @@ def test_a_file_of_requests_becomes_files_of_results_and_errors(client):
     assert client.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
+
+
+def test_results_of_a_batch_have_the_form_that_their_requests_ask_for(client):
+    file = uploaded(
+        client,
+        request_of(1, output_format="jpeg", output_compression=20, n=2),
+        request_of(2, extra_body={"output_format": "webp"}),
+        request_of(3),
+    )
+    values = {"endpoint": "/v1/images/generations", "completion_window": "24h"}
+    batch = client.batches.create(input_file_id=file.id, **values)
+    client.files.delete(file.id)
+    results = lines_of(client, ended(client, batch).output_file_id)
+    bodies = {name: line["response"]["body"] for name, line in results.items()}
+    assert {name: body["output_format"] for name, body in bodies.items()} == {
+        "r1": "jpeg",
+        "r2": "webp",
+        "r3": "png",
+    }
+    for body in bodies.values():
+        for image in body["data"]:
+            with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as picture:
+                assert picture.format.lower() == body["output_format"]
+
+
+def test_messages_of_a_batch_have_a_text_if_their_requests_have_modalities(client):
+    values = {
+        "url": "/v1/chat/completions",
+        "prompt": None,
+        "messages": [{"role": "user", "content": "a fox"}],
+    }
+    file = uploaded(client, request_of(1, **values, modalities=["image", "text"]), request_of(2, **values))
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    results = lines_of(client, ended(client, batch).output_file_id)
+    first, second = (results[name]["response"]["body"]["choices"][0]["message"] for name in ("r1", "r2"))
+    assert (first["content"], len(first["images"])) == ("1 picture", 1)
+    assert second["content"] == second["images"]
 
 
 @calls(
@@ -289,5 +403,105 @@ def test_errors_are_those_that_the_client_knows(client):
     result="the models",
 )
 def test_models_are_listed(client):
-    assert [model.id for model in client.models.list()] == ["fake-video", "fake-image"]
+    assert [model.id for model in client.models.list()] == ["fake-video", "fake-image", "fake-edit"]
     assert client.models.retrieve("fake-video").owned_by == "gfgen"
+
+
+TOOL = {"type": "image_generation", "size": "64x64", "quality": "high", "background": "opaque"}
+
+
+@calls("openai", "`responses.create` with the tool `image_generation`", result="an `image_generation_call`")
+def test_a_response_has_a_picture(client):
+    answer = client.responses.create(
+        model="fake-image", input="a fox", tools=[TOOL], instructions="paint", extra_body={"seed": 7}
+    )
+    assert (answer.status, answer.model, answer.error, answer.output_text) == (
+        "completed",
+        "fake-image",
+        None,
+        "",
+    )
+    (call,) = answer.output
+    assert (call.type, call.status, call.output_format) == ("image_generation_call", "completed", "png")
+    with Image.open(io.BytesIO(base64.b64decode(call.result))) as picture:
+        assert (picture.format, call.size) == ("PNG", "64x64")
+    job = client.get(f"/jobs/{call.id.removeprefix('ig_')}", cast_to=httpx.Response).json()
+    assert (job["prompt"], job["seed"]) == ("a fox", 7)
+
+
+@calls(
+    "openai",
+    "`responses.create` with `input_image` (a `data:` URL or `file_id`) and `input_image_mask`",
+    result="the edited picture, if the model takes it",
+)
+def test_a_response_begins_with_pictures(client):
+    file = client.files.create(file=ONE, purpose="vision")
+    mask = f"data:image/png;base64,{base64.b64encode(mask_of((0, 0, 8, 8))).decode()}"
+    pictures = [
+        {"type": "input_image", "file_id": file.id, "detail": "auto"},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"},
+    ]
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "earlier"}, pictures[0]]},
+        {"type": "image_generation_call", "id": "ig_1", "result": "AAAA", "status": "completed"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a fox"}, *pictures]},
+    ]
+    tool = TOOL | {"input_image_mask": {"image_url": mask}, "output_format": "jpeg", "model": "fake-edit"}
+    answer = client.responses.create(model="gpt-5", input=turns, tools=[tool], tool_choice="required")
+    (call,) = answer.output
+    assert base64.b64decode(call.result)[:2] == b"\xff\xd8"
+    assert answer.model == "fake-edit"
+    with pytest.raises(openai.UnprocessableEntityError, match="image: model fake-image takes one, not 2"):
+        client.responses.create(model="fake-image", input=turns, tools=[TOOL])
+
+
+@calls(
+    "openai",
+    "`responses.create(stream=True)`, `responses.stream`",
+    result="OpenAI's events, with previews where the model has them",
+)
+def test_a_response_is_streamed(client):
+    tool = TOOL | {"partial_images": 2}
+    events = list(client.responses.create(model="fake-image", input="a fox", tools=[tool], stream=True))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.image_generation_call.in_progress",
+        "response.image_generation_call.generating",
+        "response.image_generation_call.completed",  # fake models have no previews
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(8))
+    assert events[0].response.status == "in_progress"
+    assert events[3].item_id == events[6].item.id == events[7].response.output[0].id
+    assert events[6].item.result == events[7].response.output[0].result
+    with client.responses.stream(model="fake-image", input="a fox", tools=[TOOL]) as stream:
+        assert stream.get_final_response().output[0].result
+
+
+def test_a_streamed_response_that_fails_says_why(client):
+    unlucky = {"model": "fake-image", "input": "a fox", "extra_body": {"guidance_scale": 13}}
+    *_, last = client.responses.create(**unlucky, tools=[TOOL], stream=True)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "unlucky" in last.response.error.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": []}, "tools: this server makes pictures, no texts"),
+        ({"tools": [{"type": "web_search"}]}, "tools: this server makes pictures, no texts"),
+        ({"tools": openai.omit}, "tools: this server makes pictures, no texts"),
+        ({"tool_choice": "none"}, "tools: this server makes pictures, no texts"),
+        ({"previous_response_id": "resp_1"}, "input: responses are not kept"),
+        ({"background": True}, "input: responses are not kept"),
+        ({"input": [{"role": "assistant", "content": "a fox"}]}, "input: has no text of the user"),
+        ({"input": 5}, "input: input should be a valid string"),
+    ],
+)
+def test_a_response_without_a_picture_is_one_clear_error(client, change, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**{"model": "fake-image", "input": "a fox", "tools": [TOOL]} | change)
+    assert error.value.body["message"].startswith(message)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
 import re
 import shutil
@@ -12,6 +15,7 @@ from typing import Any
 import page_states as states
 import pytest
 from fake_server import FakeServer
+from PIL import Image
 
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
@@ -50,10 +54,16 @@ def opened(browser: Any, url: str, *, may_complain: bool = False, **options: Any
     assert may_complain or not complaints
 
 
-@pytest.fixture
-def fake(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[FakeServer]:
     with FakeServer(states.live()) as server:
         yield server
+
+
+@pytest.fixture
+def fake(shared: FakeServer) -> FakeServer:
+    shared.begin(states.live())
+    return shared
 
 
 def settle(page: Any) -> None:
@@ -69,7 +79,7 @@ def shown(page: Any, selector: str) -> list[str]:
 
 
 def test_the_page_shows_ranks_queue_and_results(browser, fake):
-    fake.files["done?thumbnail"] = (states.png(), "image/png")
+    fake.files |= dict.fromkeys(("done", "done?thumbnail"), (states.png(), "image/png"))
     fake.state = states.live(
         ranks=[states.rank(0, "fox"), states.rank(1, status="lost", restarts=1)],
         open=[
@@ -91,6 +101,7 @@ def test_the_page_shows_ranks_queue_and_results(browser, fake):
         expect(page.locator("#results .tile")).to_have_count(2)
         expect(page.get_by_role("button", name="a tram, image, failed")).to_be_visible()
         expect(page.locator("#results img")).to_have_js_property("naturalWidth", 64)
+        expect(page.locator("#results-count")).to_have_text("1 completed, 1 failed")
         expect(page.locator("#deciding")).to_have_text("srtf decides")
 
 
@@ -152,12 +163,13 @@ def test_changes_are_put_in(browser, fake):
             "prompt of boat",
             "prompt of whale",
         ]
-        fake.files["fox?thumbnail"] = (states.png(), "image/png")
+        fake.files |= dict.fromkeys(("fox", "fox?thumbnail"), (states.png(), "image/png"))
         fake.tell(
             open=[], order=["boat", "whale"], num_open=2, finished=[states.ended("fox")], removed=["old"]
         )
         expect(page.locator("#queue .job")).to_have_count(2)
-        assert shown(page, "#results .tile-prompt") == ["prompt of fox"]
+        expect(page.locator("#stage-prompt")).to_have_text("prompt of fox")
+        expect(page.locator("#results .tile")).to_have_count(1)
         fake.tell(status="draining", reason="the server is stopping")
         expect(page.locator("#status")).to_have_text("draining")
 
@@ -215,6 +227,7 @@ def test_a_job_is_submitted_with_what_the_form_says(browser, fake):
         expect(page.get_by_label("Frames")).to_be_hidden()
         page.get_by_label("Steps").fill("12")
         page.get_by_label("Seed").fill(str(2**62 + 1))
+        page.get_by_text("More", exact=True).click()
         page.get_by_label("Deadline").fill("90s")
         page.get_by_label("Priority").fill("-3")
         page.get_by_role("button", name="Submit").click()
@@ -237,7 +250,8 @@ def test_a_picture_goes_along_where_the_model_takes_one(browser, fake):
     with opened(browser, fake.url) as page:
         page.get_by_label("Prompt", exact=True).fill("the boat turns home")
         picture = {"name": "boat.png", "mimeType": "image/png", "buffer": states.png()}
-        page.get_by_label("Start image").set_input_files(picture)
+        page.locator("#image").set_input_files(picture)
+        expect(page.get_by_role("img", name="Start image")).to_be_visible()
         page.get_by_role("button", name="Submit").click()
         expect(page.locator("#sent")).to_contain_text("Accepted, next in the queue")
     assert fake.asked[0].fields["image"] == "boat.png"
@@ -247,15 +261,144 @@ def test_several_jobs_are_submitted_with_seeds_that_count_up(browser, fake):
     fake.accepted = states.job("new")
     with opened(browser, fake.url) as page:
         page.get_by_label("Prompt", exact=True).fill("a red fox")
+        page.get_by_text("More", exact=True).click()
         page.get_by_label("Guidance").fill("6.5")
         page.get_by_label("FPS").fill("12")
         page.get_by_label("How many").fill("3")
         page.get_by_label("Seed").fill(str(2**63 - 2))
-        page.get_by_role("button", name="Submit").click()
+        page.get_by_role("button", name="Submit 3 jobs").click()
         expect(page.locator("#sent")).to_have_text("3 jobs accepted.")
     assert [asked.fields["seed"] for asked in fake.asked] == [str(2**63 - 2), str(2**63 - 1), "0"]
     assert {(asked.fields["guidance_scale"], asked.fields["fps"]) for asked in fake.asked} == {("6.5", "12")}
     assert len({asked.key for asked in fake.asked}) == 3
+
+
+def test_variations_are_counted_before_they_are_submitted(browser, fake):
+    fake.accepted = states.job("new")
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Prompt", exact=True).fill("a {red|blue} fox in {snow|rain|fog} with {braces}")
+        expect(page.get_by_label("Make all 6 variations")).to_be_checked()
+        page.get_by_label("How many").fill("2")
+        page.get_by_role("button", name="Submit 12 jobs").click()
+        expect(page.locator("#sent")).to_have_text("12 jobs accepted.")
+        page.get_by_label("Make all 6 variations").uncheck()
+        expect(page.get_by_role("button", name="Submit 2 jobs")).to_be_visible()
+    prompts = [asked.fields["prompt"] for asked in fake.asked]
+    assert prompts[:3] == [f"a red fox in {where} with {{braces}}" for where in ("snow", "rain", "fog")]
+    assert len(set(prompts)) == 6
+    assert len({asked.key for asked in fake.asked}) == 12
+
+
+def test_recipes_and_loras_are_choices(browser, fake):
+    model = states.MODELS[1].model_copy(update={"recipes": ["lightning-4"], "patches": ["ink", "oil"]})
+    fake.state, fake.accepted = states.live(models=[model]), states.job("new")
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Prompt", exact=True).fill("a red fox")
+        page.get_by_label("Recipe").select_option("lightning-4")
+        expect(page.get_by_label("Steps")).to_have_value("")
+        page.get_by_label("ink", exact=True).check()
+        page.get_by_label("Scale of ink").fill("0.8")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted")
+    fields = fake.asked[0].fields
+    assert (fields["recipe"], json.loads(fields["lora"])) == ("lightning-4", [{"name": "ink", "scale": 0.8}])
+    assert "steps" not in fields
+
+
+def test_the_cost_is_told_while_one_types(browser, fake):
+    past = [states.ended("a", rank_s=8.0, inference_time_s=4.0), states.ended("b", status="failed")]
+    fake.state = states.live(finished=past)
+    fake.files |= dict.fromkeys(("a", "a?thumbnail"), (states.png(), "image/png"))
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Model").select_option("tiny-qwen-image")
+        expect(page.locator("#cost")).to_have_text("About 8.0 s of rank time, done in 4 s")
+        page.get_by_label("Steps").fill("20")
+        page.get_by_label("How many").fill("3")
+        expect(page.locator("#cost")).to_have_text("About 16 s of rank time each, all done in 12 s")
+        page.get_by_text("More", exact=True).click()
+        page.get_by_label("Deadline").fill("5s")
+        expect(page.locator("#cost")).to_contain_text("\u2717 7 s late")
+
+
+PUT_FILE = """([kind, content]) => {
+  const bytes = Uint8Array.from(atob(content), (each) => each.charCodeAt(0));
+  const files = new DataTransfer();
+  files.items.add(new File([bytes], "put.png", { type: "image/png" }));
+  const options = { bubbles: true, cancelable: true };
+  const event = kind === "drop"
+    ? new DragEvent("drop", { ...options, dataTransfer: files })
+    : new ClipboardEvent("paste", { ...options, clipboardData: files });
+  (document.querySelector("dialog[open]") ?? document.body).dispatchEvent(event);
+}"""
+
+
+def put(page: Any, kind: str, content: bytes) -> None:
+    """Drop or paste a picture, once the page knows its models."""
+    expect(page.locator("#model")).not_to_have_value("")
+    page.evaluate(PUT_FILE, [kind, base64.b64encode(content).decode()])
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_a_start_image_is_dropped_or_pasted(browser, fake, kind):
+    fake.accepted = states.job("new", position=1)
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Model").select_option("tiny-qwen-image")
+        put(page, kind, states.png())
+        expect(page.get_by_role("img", name="Start image")).to_be_visible()
+        expect(page.get_by_label("Model")).to_have_value("tiny-wan")
+        expect(page.get_by_role("button", name="Draw a mask")).to_be_hidden()
+        page.get_by_label("Prompt", exact=True).fill("it turns home")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted, next in the queue")
+        page.get_by_role("button", name="Remove the image").click()
+        expect(page.locator("#image")).to_be_visible()
+    assert fake.uploads == {"image": states.png()}
+
+
+def painted(content: bytes) -> list[tuple[int, int]]:
+    """The bounds of what is white in a mask: its first and last place in x and y."""
+    with Image.open(io.BytesIO(content)) as mask:
+        left, top, right, bottom = mask.convert("L").point(lambda light: 255 * (light > 127)).getbbox()
+    return [(left, right), (top, bottom)]
+
+
+def test_a_mask_is_painted_erased_and_sent_in_the_size_of_its_image(browser, fake):
+    fake.mask_argument, fake.accepted = "mask_image", states.job("new", position=1)
+    with opened(browser, fake.url) as page:
+        put(page, "drop", states.png(size=(200, 100)))
+        page.get_by_role("button", name="Draw a mask").click()
+        box = page.locator("#mask").bounding_box()
+
+        def drag(x0: float, x1: float) -> None:
+            y = box["y"] + box["height"] / 2
+            page.mouse.move(box["x"] + x0 * box["width"], y)
+            page.mouse.down()
+            page.mouse.move(box["x"] + x1 * box["width"], y, steps=4)
+            page.mouse.up()
+
+        drag(0.2, 0.8)
+        page.get_by_role("radio", name="Erase").check(force=True)
+        drag(0.5, 0.95)
+        page.get_by_role("button", name="Done").click()
+        expect(page.get_by_role("button", name="Change the mask")).to_be_visible()
+        page.get_by_label("Prompt", exact=True).fill("a hat")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted")
+        (left, right), (top, bottom) = painted(fake.uploads["files[mask_image]"])
+        assert 25 <= left <= 40
+        assert 85 <= right <= 100
+        assert (top + bottom) // 2 in range(48, 53)
+        page.get_by_role("button", name="Change the mask").click()
+        page.get_by_role("button", name="Clear").click()
+        half = Image.new("L", (200, 100))
+        half.paste(255, (100, 0, 200, 100))
+        content = io.BytesIO()
+        half.save(content, "PNG")
+        put(page, "drop", content.getvalue())
+        page.get_by_role("button", name="Done").click()
+        with page.expect_response("**/v1/jobs"):
+            page.get_by_role("button", name="Submit").click()
+        assert painted(fake.uploads["files[mask_image]"]) == [(100, 200), (0, 100)]
 
 
 def test_a_job_file_is_uploaded(browser, fake):
@@ -274,14 +417,20 @@ def test_a_job_file_is_uploaded(browser, fake):
 
 def test_mistakes_are_told_at_their_fields_without_asking(browser, fake):
     with opened(browser, fake.url) as page:
+        expect(page.get_by_label("Steps")).to_have_value(
+            "8"
+        )  # the model's, which would come over what is typed
         page.get_by_label("Steps").fill("12.5")
+        page.get_by_text("More", exact=True).click()
         page.get_by_label("Priority").fill("high")
         page.get_by_role("button", name="Submit").click()
         expect(page.locator("#sent")).to_have_text("Correct 3 fields.")
         expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
+        expect(page.locator("#steps-wrong")).to_have_text("A whole number from 1 to 1,000.")
         expect(page.get_by_label("Steps")).to_have_accessible_description("A whole number from 1 to 1,000.")
         expect(page.get_by_label("Priority")).to_have_attribute("aria-invalid", "true")
         page.get_by_label("Steps").fill("12")
+        expect(page.locator("#steps-wrong")).to_have_text("")
         expect(page.get_by_label("Steps")).to_have_accessible_description("")
     assert fake.asked == []
 
@@ -366,18 +515,55 @@ def test_running_jobs_come_before_paused_ones(browser, fake):
         expect(prompts).to_have_text(["prompt of fox", "prompt of paused", "prompt of whale"])
 
 
-def test_older_results_are_shown_on_demand_and_stay(browser, fake):
-    ended = [states.ended(f"job-{n}", status="failed", completed_at=1000 - n) for n in range(60)]
+def test_older_results_come_when_one_scrolls_and_stay(browser, fake):
+    ended = [states.ended(f"job-{n}", status="failed", completed_at=1000 - n) for n in range(160)]
     fake.state, fake.stored = states.live(finished=ended[:48]), ended
     with opened(browser, fake.url) as page:
-        expect(page.locator("#results .tile")).to_have_count(48)
-        page.get_by_role("button", name="Show more").click()
-        expect(page.locator("#results .tile")).to_have_count(60)
+        expect(page.locator("#results-count")).to_contain_text("more below")
+        scroll_to_end(page)
+        expect(page.locator("#results-count")).to_have_text(re.compile("0 completed, (100|160) failed"))
+        scroll_to_end(page)
+        expect(page.locator("#results-count")).to_have_text("0 completed, 160 failed")
         expect(page.get_by_role("button", name="Show more")).to_be_hidden()
         newest = states.ended("new", status="failed", completed_at=2000)
         fake.tell(finished=[newest], removed=["job-47"])
-        expect(page.locator("#results .tile")).to_have_count(61)
-        assert shown(page, "#results .tile-prompt")[48:50] == ["prompt of job-47", "prompt of job-48"]
+        expect(page.locator("#results-count")).to_have_text("0 completed, 161 failed")
+        scroll_to_end(page)
+        tile = page.locator("#results .tile", has_text="prompt of job-159")
+        expect(tile).to_have_attribute("aria-posinset", "161")
+
+
+def scroll_to_end(page: Any) -> None:
+    page.evaluate(
+        """() => {
+          const box = document.getElementById("results-scroll");
+          box.scrollTop = box.scrollHeight;
+        }"""
+    )
+
+
+def test_ten_thousand_results_keep_the_document_small(browser, fake):
+    ended = [states.ended(f"job-{n}", status="failed", completed_at=20_000 - n) for n in range(10_000)]
+    fake.state, fake.stored = states.live(finished=ended[:48]), ended
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#results .tile").first).to_be_visible()
+        page.locator("#results .tile-button").first.focus()
+        while "more below" in page.locator("#results-count").inner_text():
+            page.keyboard.press("End")
+            settle(page)
+        expect(page.locator("#results-count")).to_have_text("0 completed, 10000 failed")
+        page.keyboard.press("End")
+        last = page.get_by_role("button", name="prompt of job-9999, image, failed")
+        expect(last).to_be_focused()
+        expect(last).to_be_in_viewport()
+        assert page.locator("#results .tile").count() < 60
+        page.keyboard.press("Enter")
+        expect(page.locator("#viewer-place")).to_have_text("10,000 of 10,000")
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator("#viewer-prompt")).to_have_text("prompt of job-9998")
+        page.keyboard.press("Escape")
+        page.keyboard.press("Home")
+        expect(page.get_by_role("button", name="prompt of job-0, image, failed")).to_be_focused()
 
 
 FAKE_NOTICES = """
@@ -403,32 +589,112 @@ def test_a_notification_comes_only_when_turned_on_and_away(browser, fake):
         expect(page.get_by_role("button", name="Notify me", pressed=True)).to_be_visible()
         fake.tell(finished=[states.ended("boat", status="failed", prompt="a boat")])
         expect(page.locator("#results .tile")).to_have_count(2)
-        page.wait_for_function("window.notices.length")
+        expect(page.locator("#model")).not_to_have_value("")
         assert page.evaluate("window.notices") == [["Job failed", "A boat."]]
 
 
-def test_a_result_opens_and_its_settings_can_be_used_again(browser, fake):
-    fake.files |= {
-        name: (states.png(), "image/png") for name in ("fox", "fox?thumbnail", "whale", "whale?thumbnail")
-    }
-    done = states.ended("fox", seed=11, size="512x384", tag="S"), states.ended("whale")
+@pytest.fixture
+def two(fake) -> FakeServer:
+    """A server with the results fox (64 x 64) and whale (96 x 64)."""
+    fox, whale = (states.png(), "image/png"), (states.png((20, 90, 160), size=(96, 64)), "image/png")
+    fake.files |= {"fox": fox, "fox?thumbnail": fox, "whale": whale, "whale?thumbnail": whale}
+    done = states.ended("fox", seed=11, size="512x384", tag="S", rank_s=8.0), states.ended("whale")
     fake.state = states.live(finished=list(done))
-    with opened(browser, fake.url) as page:
-        tile = page.get_by_role("button", name="prompt of fox")
+    fake.lines = {"fox": f'{{"prompt": "a fox", "steps": 10, "seed": {2**62 + 1}}}'}
+    fake.accepted = states.job("new", position=1)
+    return fake
+
+
+def tile_of(page: Any, name: str) -> Any:
+    return page.locator("#results").get_by_role("button", name=f"prompt of {name}")
+
+
+def test_a_result_opens_and_its_settings_can_be_used_again(browser, two):
+    with opened(browser, two.url) as page:
+        tile = tile_of(page, "fox")
         tile.focus()
         page.keyboard.press("Enter")
         expect(page.locator("#viewer-show img")).to_have_js_property("naturalWidth", 64)
         expect(page.locator("#viewer-facts")).to_contain_text("seed11")
         page.keyboard.press("ArrowRight")
         expect(page.locator("#viewer-prompt")).to_have_text("prompt of whale")
+        expect(page.locator("#viewer-place")).to_have_text("2 of 2")
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("Escape")
         expect(tile).to_be_focused()
         page.keyboard.press("Enter")
-        page.get_by_role("button", name="Use again").click()
+        page.locator("#viewer").get_by_role("button", name="Use again").click()
         expect(page.get_by_label("Seed")).to_have_value("11")
         expect(page.get_by_label("Size")).to_have_value("512x384")
         expect(page.get_by_label("Model")).to_have_value("tiny-qwen-image")
+
+
+def test_the_newest_result_is_large_and_offers_what_one_does_next(browser, two):
+    with opened(browser, two.url) as page:
+        stage = page.get_by_role("figure", name="Newest result")
+        expect(stage.locator("img")).to_have_js_property("naturalWidth", 64)
+        assert stage.locator("img").bounding_box()["height"] > 300
+        stage.get_by_role("button", name="Another seed").click()
+        expect(page.locator("#sent")).to_have_text("Accepted, next in the queue.")
+        stage.get_by_role("button", name="Use as start image").click()
+        expect(page.get_by_role("img", name="Start image")).to_be_visible()
+        expect(page.get_by_label("Model")).to_have_value("tiny-wan")
+        page.get_by_label("Prompt", exact=True).fill("it runs away")
+        with page.expect_response("**/v1/jobs"):
+            page.get_by_role("button", name="Submit").click()
+    seed, start = [asked.fields for asked in two.asked if asked.path == "/v1/jobs"]
+    assert seed == {"prompt": "a fox", "steps": 10}
+    assert start["image"] == "fox.png"
+    assert two.uploads["image"] == two.files["fox"][0]
+
+
+def test_another_seed_of_a_job_with_a_start_image_asks_for_the_image(browser, two):
+    two.lines = {"fox": '{"prompt": "a fox", "image": "image.png"}'}
+    with opened(browser, two.url) as page:
+        page.get_by_role("button", name="Another seed").click()
+        expect(page.locator("#sent")).to_have_text("Choose its start image again, and change the seed.")
+        expect(page.get_by_label("Prompt", exact=True)).to_have_value("prompt of fox")
+    assert two.asked == []
+
+
+def test_the_job_line_is_copied_whole(browser, two):
+    with opened(browser, two.url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        page.get_by_role("button", name="Copy job line").click()
+        expect(page.locator("#said")).to_have_text("The job line is copied")
+        copied = page.evaluate("navigator.clipboard.readText()")
+    assert json.loads(copied) == json.loads(two.lines["fox"])
+
+
+def test_two_results_are_compared_side_by_side(browser, two):
+    with opened(browser, two.url) as page:
+        for name in ("fox", "whale"):
+            tile_of(page, name).focus()
+            page.keyboard.press("x")
+        expect(page.locator("#chosen-count")).to_have_text("2 chosen")
+        assert page.locator("#chosen-save").get_attribute("href") == "v1/jobs/archive?ids=fox,whale"
+        page.locator("#chosen").get_by_role("button", name="Compare").click()
+        both = page.locator("#viewer-show img")
+        expect(both).to_have_count(2)
+        left, right = (each.bounding_box() for each in both.all())
+        assert left["y"] == right["y"]
+        assert left["x"] + left["width"] <= right["x"]
+        page.get_by_role("button", name="Compare", pressed=True).click()
+        expect(both).to_have_count(1)
+
+
+def test_favourites_are_marked_and_shown_alone(browser, two):
+    two.stored = [states.ended("old", status="completed", favourite=True, completed_at=5)]
+    two.files |= dict.fromkeys(("old", "old?thumbnail"), (states.png(), "image/png"))
+    with opened(browser, two.url) as page:
+        tile_of(page, "whale").focus()
+        page.keyboard.press("f")
+        expect(page.locator("#said")).to_have_text("Favourite: prompt of whale")
+        page.get_by_role("radio", name="Favourites").check(force=True)
+        prompts = page.locator("#results .tile-prompt")
+        expect(prompts).to_have_text(["prompt of whale", "prompt of old"])
+        expect(page.locator("#stage")).to_be_hidden()
+    favoured = [(asked.path, asked.fields) for asked in two.asked if asked.method == "PUT"]
+    assert favoured == [("/v1/jobs/whale/favourite", {"value": True})]
 
 
 def test_removing_a_file_asks_first(browser, fake):
@@ -436,7 +702,7 @@ def test_removing_a_file_asks_first(browser, fake):
     fake.state = states.live(finished=[states.ended("fox")])
     with opened(browser, fake.url) as page:
         page.get_by_role("button", name="prompt of fox").click()
-        page.get_by_role("button", name="Remove").click()
+        page.get_by_role("button", name="Remove", exact=True).click()
         assert fake.asked == []
         page.get_by_role("button", name="Remove the file?").click()
         expect(page.locator("#viewer")).to_be_hidden()
@@ -486,7 +752,7 @@ def test_a_lost_connection_is_seen_and_mended(browser, fake):
         expect(page.locator("#status")).to_have_text("ready")
         expect(page.locator("#lost")).to_be_hidden()
         expect(page.locator("#queue .job-prompt")).to_have_text("prompt of whale")
-    assert fake.num_streams == 2
+    assert fake.num_streams >= 2, "another stream began"
 
 
 def test_the_page_asks_once_for_the_key(browser):
@@ -582,14 +848,31 @@ def test_a_phone_needs_no_scrolling_sideways(browser, fake):
         expect(page.locator("#queue .job:visible")).to_have_count(5)
         page.get_by_role("button", name="Show all 9").click()
         expect(page.locator("#queue .job:visible")).to_have_count(9)
-        tops = [page.locator(f".panel.{name}").bounding_box()["y"] for name in ("queue", "results", "new")]
-        assert tops == sorted(tops), "the queue and the results come before the form"
+        parts = ("results", "new", "queue", "timeline")
+        tops = [page.locator(f".panel.{name}").bounding_box()["y"] for name in parts]
+        assert tops == sorted(tops), "the results come first"
+        expect(page.get_by_role("button", name="Submit")).to_be_in_viewport()
+
+
+@pytest.mark.parametrize("size", [PHONE, {"width": 900, "height": 800}, DESKTOP])
+def test_submit_the_count_and_the_cost_stay_in_view(browser, fake, size):
+    fake.state = busy_state()
+    with opened(browser, fake.url, viewport=size) as page:
+        page.get_by_label("Prompt", exact=True).fill("a {red|blue} fox " + "in the snow " * 60)
+        page.locator("#more").evaluate("more => (more.open = true)")
+        expect(page.get_by_role("button", name="Submit 2 jobs")).to_be_in_viewport()
+        expect(page.locator("#cost")).to_be_in_viewport()
+        page.get_by_label("Seed").focus()
+        expect(page.get_by_role("button", name="Submit 2 jobs")).to_be_in_viewport()
+        lines = page.locator("#queue .job-prompt").first
+        assert lines.bounding_box()["height"] < 60, "a long prompt is clamped"
 
 
 def test_everything_is_reached_by_keyboard_and_seen_when_it_is(browser, fake):
     fake.state = busy_state()
     with opened(browser, fake.url) as page:
         expect(page.locator("#queue .job")).to_have_count(9)
+        page.locator("#more").evaluate("more => (more.open = true)")
         reached = []
         for _ in range(60):
             page.keyboard.press("Tab")
@@ -611,7 +894,8 @@ def test_everything_is_reached_by_keyboard_and_seen_when_it_is(browser, fake):
             reached
         )
         assert sum(name == "quiet" for name in reached) == 9
-        assert sum(name == "tile-button" for name in reached) == 5
+        assert sum(name == "tile-button" for name in reached) == 1, "the arrow keys reach the others"
+        assert reached.index("send") < reached.index("tile-button") < reached.index("queue-cancel")
 
 
 def test_every_control_has_a_name(browser, fake):
@@ -680,7 +964,7 @@ def test_a_job_is_submitted_watched_and_seen_and_another_cancelled(browser, serv
         page.get_by_label("Steps").fill("1000")
         page.get_by_role("button", name="Submit").click()
         expect(page.locator("#sent")).to_contain_text("Accepted")
-        tile = page.get_by_role("button", name="a whale, image, completed")
+        tile = page.locator("#stage").get_by_role("button", name="a whale, image, completed")
         expect(tile.locator("img")).to_have_js_property("naturalWidth", 16, timeout=30_000)
         assert any(0 < value < 100 for value in page.evaluate("[...window.progress]"))
         expect(page.locator("#legend")).to_contain_text("a whale")

@@ -72,10 +72,9 @@ def brightness(colour: str) -> float:
 
 
 def colours(part: str) -> tuple[list[str], str]:
-    """The jobs' colours, and the panel's."""
-    found = dict(re.findall(r"--(c\d|panel): (#[0-9a-f]{6});", part))
-    panel = found.pop("panel")
-    return list(found.values()), panel
+    """The jobs' colours, which are the same in light and dark, and the panel's."""
+    panel = re.findall(r"--panel: (#[0-9a-f]{6});", part)[0]
+    return re.findall(r"--c\d: (#[0-9a-f]{6});", CSS), panel
 
 
 @pytest.mark.parametrize("part", [LIGHT, DARK], ids=["light", "dark"])

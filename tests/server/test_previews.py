@@ -26,6 +26,7 @@ from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
 from gfgen.server.http import routes_jobs
 from gfgen.server.http.routes_images import Streamed, picture_events
+from gfgen.server.http.routes_responses import response_events
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.shown.previews import LatentColours, Previews, latent_picture
 from gfgen.server.shown.served_job import Notifier
@@ -185,11 +186,35 @@ def test_a_stream_has_previews_at_equal_distances_and_ends_with_the_error():
     assert json.loads(error.split(b"data: ")[1])["error"]["code"] == "x"
 
 
-def test_a_client_that_leaves_a_stream_cancels_its_pictures():
+def a_response(service, asked_for):
+    answer = picture_schemas.PictureResponse(id="resp_1", created_at=1, model="fake", output=[], tools=[])
+    return response_events(service, asked_for, answer)
+
+
+def test_a_response_has_previews_at_equal_distances_and_ends_with_the_error():
+    async def read() -> list[bytes]:
+        return [event async for event in a_response(StreamingService(fails=True), streamed(3))]
+
+    bodies = [json.loads(event.split(b"data: ")[1]) for event in asyncio.run(read())]
+    assert [body["sequence_number"] for body in bodies] == list(range(9))
+    partial = [body for body in bodies if body["type"] == "response.image_generation_call.partial_image"]
+    assert [body["partial_image_index"] for body in partial] == [0, 1, 2]
+    assert {(body["item_id"], body["output_index"], body["size"]) for body in partial} == {
+        ("ig_image_1", 0, "16x16")
+    }
+    steps = [int(base64.b64decode(body["partial_image_b64"])) for body in partial]
+    assert all(step >= place for step, place in zip(steps, (2, 4, 6), strict=True))
+    assert (bodies[-1]["type"], bodies[-1]["response"]["error"]["code"]) == ("response.failed", "x")
+
+
+@pytest.mark.parametrize("events_of", [picture_events, a_response])
+@pytest.mark.parametrize("num_read", [1, 3, 6])
+def test_a_client_that_leaves_a_stream_cancels_its_pictures(events_of, num_read):
     async def leave() -> list[str]:
         service = StreamingService()
-        events = picture_events(service, streamed(1))
-        await anext(events)
+        events = events_of(service, streamed(3))
+        for _ in range(min(num_read, 3) if events_of is picture_events else num_read):
+            await anext(events)
         await events.aclose()
         await asyncio.gather(*routes_jobs._leaving)
         return service.cancelled

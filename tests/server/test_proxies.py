@@ -24,6 +24,7 @@ def test_a_model_has_another_name(proxied):
     assert [(model["id"], model["root"]) for model in listed] == [
         ("fake-video", None),
         ("fake-image", None),
+        ("fake-edit", None),
         ("sora-2", "fake-video"),
     ]
     assert proxied.http.get("/v1/models/sora-2").json()["kind"] == "video"
@@ -32,7 +33,7 @@ def test_a_model_has_another_name(proxied):
     line = b'{"prompt": "a fox", "model": "sora-2", "steps": 1}'
     assert proxied.http.post("/v1/batches", content=line).status_code == 200
     missing = proxied.post("/v1/videos", prompt="a fox", model="sora-3").json()["error"]
-    assert "there are fake-video, fake-image, sora-2" in missing["message"]
+    assert "there are fake-video, fake-image, fake-edit, sora-2" in missing["message"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/gf"])

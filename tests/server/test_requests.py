@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+import zipfile
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -114,6 +115,75 @@ def test_no_url_is_followed_and_no_path_opened(server, url):
     assert error["param"] == "input_reference"
     assert "not followed" in error["message"]
     assert error_of(server.post("/v1/jobs", prompt="a fox", image=url), 400)["param"] == "image"
+
+
+ELSEWHERE = ["s3://bucket/x.png", "gs://bucket/x.png", "file:///etc/passwd", "/etc/passwd", "../x", "~/x.png"]
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("jobs", lambda place: {"image": place}),
+        ("jobs", lambda place: {"image": {"image_url": place}}),
+        ("jobs", lambda place: {"image": {"file_id": place}}),
+        ("jobs", lambda place: {"files": {"mask_image": place}}),
+        ("jobs", lambda place: {"files": {"image": [{"url": place}]}}),
+        ("jobs", lambda place: {"lora": [{"path": place}]}),
+        ("jobs", lambda place: {"model": place}),
+        ("jobs", lambda place: {"output": place}),
+        ("videos", lambda place: {"input_reference": place}),
+        ("images/generations", lambda place: {"lora": [{"path": place}]}),
+        ("images/edits", lambda place: {"image": place}),
+        ("images/edits", lambda place: {"images": [{"image_url": place}]}),
+        ("images/edits", lambda place: {"images": [{"file_id": place}]}),
+        ("images/edits", lambda place: {"image": picture_url(), "mask": {"image_url": place}}),
+        ("chat/completions", lambda place: {"messages": [said({"type": "image_url", "image_url": place})]}),
+        ("responses", lambda place: {**TOOLS, "input": [said({"type": "input_image", "image_url": place})]}),
+        ("responses", lambda place: {**TOOLS, "input": [said({"type": "input_image", "file_id": place})]}),
+        ("batches", lambda place: {"input_file_id": place, "endpoint": "/v1/videos"}),
+    ],
+)
+def test_requests_name_no_file_and_no_object_of_a_store(server, path, body, place):
+    """Whatever a job file may do: it is its user's, and a request is anybody's."""
+    before = server.http.get("/v1/jobs", params={"limit": 1}).json()["first_id"]
+    fields = body(place) if path in ("batches", "chat/completions") else {"prompt": "a fox", **body(place)}
+    answer = server.post(f"/v1/{path}", **fields)
+    assert answer.status_code in (400, 404), answer.text
+    assert server.http.get("/v1/jobs", params={"limit": 1}).json()["first_id"] == before
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda place: {"image": place},
+        lambda place: {"files": {"mask_image": place}},
+        lambda place: {"lora": [{"path": place}]},
+        lambda place: {"model": place},
+    ],
+)
+def test_job_files_of_requests_name_no_file_and_no_object_of_a_store(server, line, place):
+    error_of(batch(server, {"prompt": "x", **line(place)}), 400)
+
+
+def test_the_server_names_the_files_of_job_files(server):
+    accepted = batch(server, {"prompt": "x", "steps": 1, "model": "fake-image", "output": "mine.png"}).json()
+    finished(server, accepted["id"])
+    (job,) = server.http.get("/v1/jobs", params={"batch_id": accepted["id"]}).json()["data"]
+    assert not list((server.folder / "out").rglob("mine*"))
+    assert (server.folder / "out" / f"{job['id']}.png").exists()
+
+
+TOOLS = {"tools": [{"type": "image_generation"}]}
+
+
+def picture_url():
+    return "data:image/png;base64," + base64.b64encode(LIGHTHOUSE).decode()
+
+
+def said(picture):
+    return {"role": "user", "content": [{"type": "text", "text": "a fox"}, picture]}
 
 
 @pytest.mark.parametrize("model", ["/etc", "../fake-video", "fake-vide", "https://x", "x" * 1000])
@@ -710,7 +780,7 @@ def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(serv
     assert "not accepted over HTTP" in error["message"]
     assert "line 4" in error["message"]
     refused = error_of(batch(server, {"prompt": "x", "model": "/etc"}), 400)
-    assert "is not served here" in refused["message"]
+    assert "not served here" in refused["message"]
     beyond = error_of(batch(server, {"prompt": "x", "true_cfg_scale": 3}), 400)
     assert "line 1: true_cfg_scale" in beyond["message"]
 
@@ -795,10 +865,16 @@ def test_an_empty_batch_is_refused(server):
 
 
 def test_models_are_listed_with_what_they_make(server):
-    video, image = server.http.get("/v1/models").json()["data"]
+    video, image, edit = server.http.get("/v1/models").json()["data"]
     assert (video["id"], video["kind"], video["takes_image"]) == ("fake-video", "video", "yes")
     assert video["defaults"]["frames"] == 9
     assert (image["id"], image["kind"], image["takes_image"]) == ("fake-image", "image", "no")
+    assert (edit["takes_image"], edit["takes_several"], edit["mask_argument"]) == (
+        "yes",
+        True,
+        "mask_image",
+    )
+    assert video["mask_argument"] is image["mask_argument"] is None
     assert server.http.get("/v1/models/fake-image").json() == image
     error_of(server.http.get("/v1/models/other"), 404)
 
@@ -912,5 +988,55 @@ def test_the_command_line_submits_to_a_server_and_cancels_there(server, tmp_path
     found = target.cancel(["far-*", single["id"], "never"])
     assert (found.num_cancelled, found.unmatched) == (2, ["never"])
     (tmp_path / "jobs.jsonl").write_text('{"prompt": "a", "model": "other"}')
-    with pytest.raises(InputError, match="other: is not served here"):
+    with pytest.raises(InputError, match="other: not served here"):
         target.submit(JobSource(files=(str(tmp_path / "jobs.jsonl"),)))
+
+
+# What the page is built on ---------------------------------------------------------------------------
+
+
+def test_a_favourite_is_kept_in_lists_and_in_the_live_state(server, picture):
+    path = f"/v1/jobs/{picture}/favourite"
+    assert server.http.put(path).json()["favourite"] is True
+    assert server.http.put(path).json()["favourite"] is True
+    listed = server.http.get("/v1/jobs", params={"favourite": True, "ended": True}).json()["data"]
+    assert picture in [job["id"] for job in listed]
+    assert all(job["favourite"] for job in listed)
+    assert server.http.put(path, params={"value": False}).json()["favourite"] is False
+    assert error_of(server.http.put("/v1/jobs/none/favourite"), 404)["code"] == "job_not_found"
+
+
+def test_files_of_several_jobs_come_as_one_archive(server, picture):
+    other = made(server, "/v1/jobs", prompt="another", model="fake-image")["id"]
+    server.wait_for(other)
+    answer = server.http.get("/v1/jobs/archive", params={"ids": f"{picture},{other},{picture}"})
+    assert answer.headers["content-type"] == "application/zip"
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == [f"{picture}.png", f"{other}.png"]
+        own = server.http.get(f"/v1/jobs/{picture}/content").content
+        assert archive.read(f"{picture}.png") == own
+    assert error_of(server.http.get("/v1/jobs/archive", params={"ids": f"{picture},none"}), 404)
+
+
+def test_a_jobs_line_makes_the_same_job_again(server):
+    asked = {"prompt": "a fox", "model": "fake-image", "steps": 3, "tag": "S"}
+    first = made(server, "/v1/jobs", **asked, size="64x32", deadline="90s")
+    line = server.http.get(f"/v1/jobs/{first['id']}/line").json()
+    assert line == asked | {"width": 64, "height": 32, "seed": first["seed"], "priority": 0}
+    second = made(server, "/v1/jobs", **line)
+    same = ("prompt", "model", "size", "steps", "seed", "tag")
+    assert [second[name] for name in same] == [first[name] for name in same]
+
+
+def test_a_jobs_line_says_that_it_had_a_picture(server):
+    form = {"prompt": "the light turns", "model": "fake-video"}
+    answer = server.http.post("/v1/jobs", data=form, files={"image": ("a.png", LIGHTHOUSE)})
+    line = server.http.get(f"/v1/jobs/{answer.json()['id']}/line").json()
+    assert (line["prompt"], line["image"]) == ("the light turns", "image.png")
+
+
+@pytest.fixture
+def picture(server):
+    """The id of a picture that is done."""
+    return server.wait_for(made(server, "/v1/jobs", prompt="a picture", model="fake-image")["id"])["id"]

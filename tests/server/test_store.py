@@ -12,7 +12,7 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server import store as store_module
-from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work
+from gfgen.server.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, Work, used_rank_s
 
 
 @pytest.fixture
@@ -194,6 +194,11 @@ def test_what_is_too_old_or_too_much_is_found_the_newest_are_kept(store):
     assert outdated(before=102.0, keep_bytes=100) == {"a", "b"}
     assert outdated(before=0.0, keep_bytes=25) == {"a", "b"}
     assert outdated(before=0.0, keep_bytes=0) == set("abcd")
+    assert run(store.change("a", is_open=False, favourite=True)) == [True]
+    assert outdated(before=102.0, keep_bytes=100) == {"b"}, "a favourite stays"
+    assert [kept.facts.id for kept in store.jobs(limit=10, is_favourite=True)] == ["a"]
+    run(store.change("a", is_open=False, favourite=False))
+    assert outdated(before=0.0, keep_bytes=0) == set("abcd")
 
 
 def test_lists_go_forward_and_backward(store):
@@ -207,7 +212,7 @@ def test_lists_go_forward_and_backward(store):
     assert ids(after="b", is_ascending=True) == ["c", "d"]
     assert ids(has_ended=True) == ["d", "b"]
     assert ids(kind="image") == []
-    assert [kept.facts.id for kept in store.last_ended(5)] == ["d", "b"]
+    assert [kept.facts.id for kept in store.jobs(limit=5, has_ended=True, is_by_end=True)] == ["d", "b"]
 
 
 def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):
@@ -318,3 +323,32 @@ def test_a_store_of_another_version_is_left_alone(tmp_path):
     (tmp_path / "other.sqlite3").write_bytes(b"no database" * 100)
     with pytest.raises(OutputError, match="cannot open"):
         Store(tmp_path / "other.sqlite3", began_at=1.0)
+
+
+def test_time_of_ranks_is_counted_once_for_a_key_and_day_and_stays_when_the_job_is_removed(store, tmp_path):
+    jobs = [NewJob(replace(accepted(name).facts, owner="ann"), {}) for name in "ab"]
+    run(store.accept(jobs, now=100.0))
+    work = Work({"rank_s": 2.5}, {})
+    done = Ending("a", "completed", 105.0, manifest={"of": "a"}, work=work)
+    cancelled = Ending("b", "cancelled", 106.0)  # the run tells later what it took
+    run(store.end_all([done, cancelled]))
+    told = replace(cancelled, manifest={"of": "b"}, work=work)
+    run(store.end_all([done, told, told]))
+    run(store.remove(["a", "b"]))
+    again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
+    assert [used_rank_s(again, owner, day=day) for owner, day in (("ann", 0), ("ann", 1), ("bob", 0))] == [
+        5,
+        0,
+        0,
+    ]
+    again.close()
+
+
+def test_a_store_from_before_time_was_counted_opens(store, tmp_path):
+    accept(store, "a")
+    with sqlite3.connect(tmp_path / "jobs.sqlite3") as db:
+        db.execute("DROP TABLE usage")
+    db.close()
+    again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
+    assert used_rank_s(again, "ann", day=0) == 0
+    again.close()

@@ -9,7 +9,7 @@ from builders import geometry_of
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import ResolvedModel, admit
-from gfgen.session import calls
+from gfgen.session import admission
 
 LONG = "a fox " * 30
 
@@ -37,7 +37,7 @@ def asked(monkeypatch, tmp_path):
             for each in questions
         ]
 
-    monkeypatch.setattr(calls, "ask_child", ask_child)
+    monkeypatch.setattr(admission, "ask_child", ask_child)
     return found
 
 
@@ -49,7 +49,7 @@ def judged(tmp_path, *specs, **options):
     ]
     jobs, problems = admit(specs, default_model="flux", find_model=lambda name: model)
     assert not problems
-    return calls.try_calls(jobs, trusts_code=False, **options)
+    return admission.try_calls(jobs, trusts_code=False, **options)
 
 
 def test_a_call_is_asked_about_once_for_equal_arguments(asked, tmp_path):
@@ -109,7 +109,7 @@ def test_jobs_run_unchecked_where_the_child_fails(asked, tmp_path, monkeypatch, 
     def fails(*_):
         raise ModelError("calls cannot be checked: boom")
 
-    monkeypatch.setattr(calls, "ask_child", fails)
+    monkeypatch.setattr(admission, "ask_child", fails)
     with caplog.at_level("INFO"):
         kept, problems = judged(tmp_path, {})
     assert (len(kept), problems) == (1, [])

@@ -20,7 +20,9 @@ from gfgen.errors import InputError, JobFileError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import Placement
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
+from gfgen.runtime.predict.cost import CostModel
 from gfgen.session import admission, memory, session
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
@@ -167,3 +169,27 @@ def test_a_server_leaves_room_for_a_usual_job_of_its_models(
     with Session(on_gpu(tmp_path / "out", gpu_gb=48)) as found:
         found.load([], models=["wan2.2-ti2v-5b"])
     assert told[0] > 5 * 10**9, "weights take 24 GB, and the decode of 1280x704x121 more than another 24"
+
+
+def test_steps_are_read_at_the_rate_that_ranks_measured_and_later_runs_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**11)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
+    ranks = [mock.Mock(read_bytes_per_s=rate) for rate in (12.5e9, 0.0, 12.5e9, 40e9)]
+    pool = mock.Mock(living=ranks, islands=[(0, 1, 2, 3)])
+    pool.models.checkpoints = ()
+    monkeypatch.setattr(session, "ready_pool", lambda *_, **__: contextlib.nullcontext(pool))
+
+    def read_s(found: Session) -> float:
+        found.load([], models=["qwen-image"])
+        return found._start([], found.options, Clock()).reads_s["qwen-image"]
+
+    with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
+        measured_s = read_s(found)
+        assert measured_s == pytest.approx(4 * 0.6, rel=0.2), "50 GB/s are assumed where nothing is known"
+        found._keep_measured(found.options.ranks, CostModel())
+    ranks.clear()
+    with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
+        assert read_s(found) == measured_s

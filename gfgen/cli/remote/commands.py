@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from gfgen.cli.options import JobOptions, Named, argument, configure_log, flag, group, option, takes
-from gfgen.cli.remote.status import RunStatus, Target
+from gfgen.cli.remote.folder import RunStatus, Target
 from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
 from gfgen.runtime.files.lock import holder_of
@@ -27,7 +27,6 @@ from gfgen.session.live import read_live
 from gfgen.system.wording import counted, first_of
 
 RUNS = Path("outputs")
-"""Where runs write by default, from the current folder."""
 _ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
 
 MAX_STATUS_ROWS = 40
@@ -35,8 +34,6 @@ MAX_STATUS_ROWS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Whom a command asks, and how it answers."""
-
     target: str | None = option(
         "A run's output folder, a watched folder or a server's URL. [what runs below ./outputs]",
         type=Named(),
@@ -147,10 +144,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def watch(target: Target, *, as_json: bool) -> None:
-    """Show the target until q, Ctrl-C, or without a terminal once.
-
-    As JSON, a line for each change until the run ends.
-    """
+    """Show the target until q, Ctrl-C, or without a terminal once; as JSON, a line for each change."""
     status = target.status()
     if as_json:
         with contextlib.suppress(KeyboardInterrupt):
@@ -190,7 +184,6 @@ def _show(target: Target, status: RunStatus) -> None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Another screen without a cursor, and keys without Enter."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -215,7 +208,6 @@ def _draw(status: RunStatus, problem: str) -> None:
 
 
 def _is_quit() -> bool:
-    """Wait for the next redraw; whether q came meanwhile, or the terminal has gone."""
     end_s = time.monotonic() + REDRAW_S
     while (left_s := end_s - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left_s)[0]:
@@ -226,10 +218,7 @@ def _is_quit() -> bool:
 
 
 def find_target(text: str | None, *, key: str | None) -> Target:
-    """The named run or server; without a name the only one that lives below ./outputs.
-
-    Raises: InputError if there is none.
-    """
+    """The named run or server, or the only one below ./outputs. Raises: InputError if there is none."""
     if text is not None:
         return _named(text, key)
     found = live_folders()

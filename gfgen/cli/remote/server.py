@@ -16,8 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
-from gfgen.cli.remote.folder import selected_jobs
-from gfgen.cli.remote.status import Cancelled, RunStatus, Submitted
+from gfgen.cli.remote.folder import Cancelled, RunStatus, Submitted, selected_jobs
 from gfgen.errors import GfgenError, InputError, RunError
 from gfgen.job.images import is_video
 from gfgen.job.reader import JobSource, to_mapping
@@ -47,8 +46,6 @@ def is_loopback(host: str) -> bool:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """The key goes to the named server alone."""
-
     def redirect_request(self, *_: Any) -> None:
         return None
 
@@ -149,7 +146,6 @@ class Server:
         kind: str = "application/json",
         timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
-        """The JSON object that the server answers. Raises: InputError, or RunError if it may do so later."""
         headers = self._headers | ({} if content is None else {"Content-Type": kind})
         request = Request(self._url + path, data=content, headers=headers, method=method)
         try:

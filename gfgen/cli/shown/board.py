@@ -29,10 +29,7 @@ class Line:
 
 
 class Board:
-    """The bars at the bottom of a terminal: the first is the batch, the others are job slots.
-
-    If the terminal is closed (EIO), nothing here raises, so that the run goes on.
-    """
+    """The bars at the bottom of a terminal, the batch first; nothing raises when it is closed (EIO)."""
 
     def __init__(self, stream: TextIO, *, num_slots: int) -> None:
         self._stream = stream
@@ -41,7 +38,6 @@ class Board:
         self._bars: list[str] = []
 
     def write(self, text: str) -> None:
-        """Add a line above the bars."""
         self._show(self._bars, above=f"{_CLEAR_BELOW}{printable(text, self._stream)}\n")
 
     def draw(self, lines: Sequence[Line]) -> None:
@@ -59,7 +55,6 @@ class Board:
         self._show([])
 
     def _show(self, bars: Sequence[str], *, above: str = "") -> None:
-        """Replace the bars in one write."""
         back, text = _UP * (len(self._bars) - 1), "\n".join(f"{bar}{_CLEAR_LINE}" for bar in bars)
         self._bars = list(bars)
         with suppress(OSError):
@@ -67,7 +62,6 @@ class Board:
             self._stream.flush()
 
     def _placed(self, jobs: Sequence[Line], num_slots: int) -> list[Line | None]:
-        """The jobs in slots: each keeps its own, and new ones get free ones."""
         by_name = {job.name: job for job in jobs[:num_slots]}
         before = [*self._slots, *[None] * num_slots][:num_slots]
         kept = [name if name in by_name else None for name in before]
@@ -127,7 +121,6 @@ def has_cursor(stream: TextIO) -> bool:
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows; 80 x 24 without a terminal."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

@@ -45,10 +45,7 @@ def check_suffix(path: Path) -> None:
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw and write a picture in the format of its suffix.
-
-    Raises: InputError for another suffix or without matplotlib; OutputError when it cannot be written.
-    """
+    """Draw and write a picture. Raises: InputError for its suffix or without matplotlib; OutputError."""
     check_suffix(path)
     try:
         import matplotlib.font_manager
@@ -65,16 +62,6 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
             figure.savefig(path, dpi=150)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
-
-
-def name_rows(axes: Axes, names: Sequence[str], *, fontsize: float) -> None:
-    """Name the rows of a bar chart, from the top; nothing else is on the axes."""
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xticks([])
-    axes.set_yticks(range(len(names)), names, fontsize=fontsize)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color(GREY)
 
 
 def job_colour(idx: int) -> str:
@@ -100,8 +87,6 @@ def luminance(colour: str) -> float:
     return float(0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2)
 
 
-# Runs side by side -------------------------------------------------------------------------------
-
 WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
 """Fraction of the width for the names of the runs."""
@@ -110,8 +95,6 @@ TRACE_NAMES = ("trace.json", "*/trace.json")
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The numbers of one run; None if it has no such number."""
-
     name: str
     attainment: float | None
     mean_s: float | None
@@ -139,12 +122,7 @@ OTHERS = (
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """The named traces; a folder stands for the traces in it and one level below.
-
-    Traces of a folder are in the order in which they were written.
-
-    Raises: InputError for a folder without traces.
-    """
+    """The named traces, of a folder in the order of writing. Raises: InputError for a folder without any."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -214,7 +192,12 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_na
         axes.text((value or 0.0) + 0.03 * limit, row, text, va="center", fontsize=9)
     axes.set_xlim(0, limit)
     axes.set_title(panel.title, fontsize=10, loc="left", pad=8)
-    name_rows(axes, [run.name if has_names else "" for run in runs], fontsize=10)
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks(range(len(runs)), [run.name if has_names else "" for run in runs], fontsize=10)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(GREY)
 
 
 def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:
@@ -239,8 +222,6 @@ def _title(timelines: Sequence[Timeline]) -> str:
     note = ", simulated" if all(simulated) else ", partly simulated" if any(simulated) else ""
     return jobs + on + note
 
-
-# Sheets of pictures with labels ------------------------------------------------------------------
 
 MAX_ON_SHEET = 500
 SHEET_WIDTH, GAP = 4096, 8

@@ -55,9 +55,7 @@ CHAR_INCHES = 0.0088
 WIDTH, TOP, BETWEEN, BOTTOM = 16.0, 0.85, 0.2, 0.55
 """Inches of the picture and its margins."""
 AXES_LEFT, AXES_WIDTH = 0.2, 0.67
-"""Fractions of the width."""
 MAX_BLOCKS = 6000
-"""With more blocks, consecutive ones are merged; drawing takes 0.5 ms each."""
 LONG_PAUSE_INCHES = 0.25
 
 
@@ -119,9 +117,6 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     return figure
 
 
-# --- Lanes -------------------------------------------------------------------------------
-
-
 def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     start_s, end_s = scene.span
     num_ranks = scene.timeline.num_ranks
@@ -147,7 +142,6 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
 
 
 def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
-    """Draw a rectangle, with hatching and a white gap to its neighbours if it is wide enough."""
     from matplotlib.patches import Rectangle
 
     lightness, hatch = STAGES.get(block.stage, (1.0, ""))
@@ -184,7 +178,6 @@ def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], *, colour: s
 
 
 def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotData, *, colour: str) -> None:
-    """Draw a line when a job changes ranks; faint after a long pause."""
     for before, after in itertools.pairwise(tasks):
         if lanes_of(before) == lanes_of(after):
             continue
@@ -204,7 +197,6 @@ def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotDat
 
 
 def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
-    """Write the job's id, shortened to fit, on a plain background without hatching."""
     size = 6 if block.stage == WRITE else 7.5
     fits = int(scene.inches(block.duration_s) / (size * CHAR_INCHES))
     if fits < min(4, len(block.job_id)):
@@ -224,9 +216,6 @@ def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
         zorder=4,
         clip_on=True,
     )
-
-
-# --- Jobs --------------------------------------------------------------------------------
 
 
 def _draw_rows(axes: Axes, scene: PlotData) -> None:
@@ -284,9 +273,6 @@ def _verdict(job: TracedJob) -> tuple[str, str]:
     return f"{took}, late by {margin}", LATE
 
 
-# --- Title and legend --------------------------------------------------------------------
-
-
 def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: float) -> None:
     figure.text(
         AXES_LEFT,
@@ -311,7 +297,6 @@ def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: fl
 
 
 def _legend(scene: PlotData) -> Iterator[Artist]:
-    """Explain the shades, and the marks that the picture has."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -349,7 +334,6 @@ def _title(timeline: Timeline, span: tuple[float, float]) -> str:
 
 
 def _span(timeline: Timeline) -> tuple[float, float]:
-    """First arrival and last end."""
     jobs = timeline.jobs.values()
     starts = [slice_.start_s for slice_ in timeline.slices] + [job.arrival_s for job in jobs]
     ends = [slice_.end_s for slice_ in timeline.slices] + [job.ended_s or 0.0 for job in jobs]
@@ -370,7 +354,6 @@ def _bare(axes: Axes) -> None:
 def _beside(
     axes: Axes, y: float, text: str, *, on: Literal["left", "right"], size: float, colour: str = "black"
 ) -> None:
-    """Write left or right of the axes, at the height of a lane or row."""
     axes.annotate(
         text,
         xy=(0 if on == "left" else 1, y),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -13,14 +13,16 @@ import click
 from gfgen.cluster.simulated import MAX_NODES, Nodes
 from gfgen.errors import InputError, JobFileError
 from gfgen.graph import Stage
-from gfgen.layout import MAX_RANKS
+from gfgen.layout import ALONE, MAX_RANKS
 from gfgen.models.families.precision import Precision, is_named
 from gfgen.models.families.registry import PACKAGED
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.control.sharing import MAX_JOBS
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CUDA, Devices, find_gpus, parse_memory
-from gfgen.runtime.predict.profile_file import Profile, check_profile
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, check_profile
 from gfgen.runtime.predict.profile_store import find_profile, first_fitting, open_profile, shipped_profiles
 from gfgen.session.memory import GpuMemory
 from gfgen.session.ranks import Ranks
@@ -67,10 +69,7 @@ class NodesType(click.ParamType[Nodes]):
 
 
 def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Nodes) -> Profile:
-    """The profile in the file, or the known one of these devices.
-
-    Raises: InputError when there is none, or when it cannot predict the jobs.
-    """
+    """The profile in the file or of these devices. Raises: InputError if none can predict the jobs."""
     if path is None and nodes.device is not None:
         known = [each for each in _known(jobs) if nodes.device in each.device.lower()]
         if not known:
@@ -87,20 +86,14 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
 
 
 def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, or this machine's, or a shipped one that has the jobs' models.
-
-    Raises: InputError when there is none, or when it cannot predict the jobs.
-    """
+    """The profile in the file, this machine's, or a shipped one. Raises: InputError if none can predict."""
     profile = _opened(path, jobs, num_ranks=num_ranks)
     check_profile(profile, jobs, num_ranks=num_ranks)
     return profile
 
 
 def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
-    """This machine's profile for these ranks, or on GPUs a shipped one that has the jobs' models.
-
-    For ranks with fp8 only their own counts, since those that are shipped are of bf16.
-    """
+    """This machine's profile for these ranks, or a shipped one, which is of bf16, that has the models."""
     calibrate = not ranks.are_on_gpus and any(job.model_in() in PACKAGED for job in jobs)
     found = find_profile(ranks.profiled_as, calibrate=calibrate)
     own = None if found is None else found[1]
@@ -163,17 +156,13 @@ def describe(profile: Profile) -> str:
 
 
 def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, or this machine's or a shipped one that has the models and enough ranks.
-
-    If none has enough ranks, the one with the most.
-    """
+    """The profile in the file, this machine's or a shipped one with the models and the most ranks needed."""
     known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
     found = first_fitting(known, jobs, num_ranks=num_ranks)
     return found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
 
 
 def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
-    """This machine's profiles, then those that come with gfgen."""
     calibrate = any(job.model_in() in PACKAGED for job in jobs)
     devices = [name for name in (gpu_name(), cpu_name()) if name]
     own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
@@ -182,37 +171,39 @@ def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMemory:
-    """The memory of these jobs on each GPU; `room_bytes` None: no limit."""
-
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
     room_bytes: int | None = None
-    streamed: Sequence[str] = ()
-    """Models that do not fit as a whole."""
+    reads_s: Mapping[str, float] = field(default_factory=dict)  # as in `RunStart`
+    streamed: Mapping[str, int] = field(default_factory=dict)
+    """Bytes in main memory of models that do not fit as a whole."""
 
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
         room_bytes = None if memory is None else parse_memory(memory)
-        gpus = _memory(1, room_bytes)
+        gpus = _memory(1, room_bytes, jobs)
         weights = gpus.weights({job.checkpoint for job in jobs})
         if room_bytes is not None:
             _, too_large = gpus.on_gpus(jobs, weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
-        streamed = [model_name(path) for path in sorted(weights) if gpus.placement(path).streamed]
-        return cls(jobs, weights, room_bytes, streamed)
+        reads_s = gpus.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
+        sizes = {model_name(path): gpus.placement(path).streamed_bytes for path in sorted(weights)}
+        streamed = {name: size for name, size in sizes.items() if size}
+        return cls(jobs, weights, room_bytes, reads_s, streamed)
 
     def residency(self, num_ranks: int) -> Residency | None:
-        """Lets models take turns in one run; None if all of them fit."""
         if self.room_bytes is None:
             return None
-        return _memory(num_ranks, self.room_bytes).residency(self.jobs)
+        return _memory(num_ranks, self.room_bytes, self.jobs).residency(self.jobs)
 
-    def in_words(self, num_ranks: int) -> str | None:
+    def in_words(self, num_ranks: int, profile: Profile) -> str | None:
         """What is assumed; None with one model that fits, or if all models are known to fit."""
         if self.streamed:
-            names, size = " and ".join(self.streamed), size_in_words(self.room_bytes or 0)
-            return f"{names} would be streamed in {size} of each GPU. This assumes that no step waits for it."
+            names, taken = " and ".join(self.streamed), (self.room_bytes or 0, sum(self.streamed.values()))
+            text = "{} would be streamed in {} of each GPU, from {} of main memory"
+            said = text.format(names, *map(size_in_words, taken))
+            return "; ".join([said, *slowdowns(self.jobs, profile, self.reads_s)]) + "."
         if len(self.weights) == 1:
             return None
         if self.room_bytes is None:
@@ -230,5 +221,22 @@ class SimulatedMemory:
         )
 
 
-def _memory(num_ranks: int, room_bytes: int | None) -> GpuMemory:
-    return GpuMemory(devices=Devices(CUDA, num_ranks, memory_limit=room_bytes), has_random_weights=True)
+def _memory(num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob]) -> GpuMemory:
+    devices, known = Devices(CUDA, num_ranks, memory_limit=room_bytes), find_profile(gpu_name())
+    profile = NO_PROFILE if known is None else known[1]
+    found = GpuMemory(devices=devices, has_random_weights=True, profile=profile)
+    found.note(jobs)
+    return found
+
+
+def slowdowns(jobs: Sequence[AdmittedJob], profile: Profile, reads_s: Mapping[str, float]) -> list[str]:
+    """What streaming costs, by a profile: a line for each model that it has, of the job that loses most."""
+    costs, found = (CostModel(profile), CostModel(profile)), dict[str, list[float]]()
+    costs[1].reads_s = reads_s
+    for job in jobs:
+        if (name := job.spec.model or "") in reads_s and profile.knows([job]):
+            kinds = [(each, each.class_of(job, batch=number)) for number in (1, MAX_JOBS) for each in costs]
+            times_s = [each.estimate(kind, Stage.DENOISE, ALONE).seconds for each, kind in kinds]
+            found[name] = max(found.get(name, []), [times_s[1] / times_s[0], times_s[3] / times_s[2]])
+    text = "a step of {} takes {:.1f} times as long as with resident weights, {:.1f} if {} jobs share it"
+    return [text.format(name, *ratios, MAX_JOBS) for name, ratios in found.items()]

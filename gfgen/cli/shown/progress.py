@@ -55,10 +55,7 @@ class NoProgress(Observer):
 
 
 class LineProgress(Observer):
-    """Logs the start and end of each job, and the state of the batch every SUMMARY_S.
-
-    For JSON logs, each record has the values of its line as fields.
-    """
+    """Logs the start and end of each job, and every SUMMARY_S the batch; for JSON with fields."""
 
     refresh_s = 1.0
 
@@ -119,11 +116,7 @@ class LineProgress(Observer):
 
 
 class BarProgress(Observer):
-    """A bar for the batch and one for each running job, below the lines of ended jobs.
-
-    Callers draw at most every REDRAW_S, and a thread draws between calls. `_lock` guards the board. Until
-    `close`, log records of `gfgen` to the same stream go above the bars.
-    """
+    """A bar for the batch and for each running job, drawn by callers and a thread (`_lock`)."""
 
     refresh_s = REDRAW_S
 
@@ -202,7 +195,6 @@ class BarProgress(Observer):
 
 
 def job_line(info: JobInfo, last: Dispatch, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
-    """The bar of a job by its last dispatch."""
     task, job_id, num_tasks = last.task, info.job_id, info.num_tasks
     what = f"step {task.step + 1}/{num_tasks - 3}" if task.step is not None else str(task.stage)
     end_s = predicted.ends_s.get(job_id)

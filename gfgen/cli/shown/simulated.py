@@ -1,7 +1,4 @@
-"""Plans and simulated runs as text.
-
-A plan has the answer first, then late and failed jobs, then the alternatives.
-"""
+"""Plans and simulated runs as text: the answer first, then late and failed jobs, then the alternatives."""
 
 from __future__ import annotations
 
@@ -22,11 +19,9 @@ BAR_CHARS = 30
 ESTIMATED = "~ Estimated, without moves between ranks; the rest is simulated."
 _DAY_S = 86400.0
 _SHORT_S = 600.0
-"""Below this duration, clock times have seconds."""
 
 
 def in_plain_words(plan: Plan, *, device: str) -> list[str]:
-    """One screen of lines; `device` describes the profile."""
     lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
     if len(plan.by_policy) > 1:
         title = f"Policies on {plan.counted(plan.best.num_ranks)}"
@@ -120,9 +115,6 @@ def _option_as_json(option: PlanOption) -> dict[str, Any]:
     }
 
 
-# Parts of the screen ----------------------------------------------------------------------
-
-
 def _late_lines(plan: Plan) -> list[str]:
     late = plan.best.late
     if not late:
@@ -192,11 +184,7 @@ def _enough(plan: Plan) -> str:
     return f"{enough} for everything to be in time, with {fewest.policy}{about}."
 
 
-# Simulated runs side by side ----------------------------------------------------------
-
-
 def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:
-    """The lines of a table with a column for each named run."""
     summaries = [summary for _, summary in runs]
     rows = [("", *(name for name, _ in runs))]
     rows += [(name, *map(cell, summaries)) for name, cell in _ROWS.items()]
@@ -218,7 +206,6 @@ def _met(attained: Attainment | None) -> str:
 
 
 def _changes(summary: Summary) -> str:
-    """The number of model changes, and their time on each rank."""
     return f"{summary.num_model_changes} in {in_words(summary.load_s)}" if summary.num_model_changes else NONE
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
-from gfgen.runtime.report.trace import MAX_WRITERS
+from gfgen.runtime.files.trace import MAX_WRITERS
 
 TraceEvent = dict[str, Any]
 WRITE = "write"
@@ -102,7 +102,6 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
 
 
 def _complete_lines(text: str) -> list[TraceEvent]:
-    """The events of an incomplete file, one per line."""
     entries = []
     for line in text.splitlines():
         try:
@@ -199,10 +198,7 @@ def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
 
 
 def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
-    """Join consecutive blocks of a job on the same lanes, to make room for a label.
-
-    The result has the stage of its longest block.
-    """
+    """Join consecutive blocks of a job on the same lanes, with the longest one's stage, for a label."""
     current: PlotBlock | None = None
     longest_s = 0.0
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):
@@ -219,7 +215,6 @@ def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
 
 
 def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]]]:
-    """By job, the blocks of each task, in the order of dispatch."""
     by_job: dict[str, dict[int, list[PlotBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         by_job[block.job_id][block.dispatch or 0].append(block)

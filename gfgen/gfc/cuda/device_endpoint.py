@@ -86,8 +86,8 @@ class CudaEndpoint:
         self._own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.context = self.driver.allocate(ctypes.sizeof(Context))
         self._write_context()
-        self.arena_bytes_1d = _as_tensor(own.address, own.num_bytes, device)
-        self.context_bytes_1d = _as_tensor(self.context, ctypes.sizeof(Context), device)
+        self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
+        self.context_bytes_1d = as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
         self._enter = Launch(
@@ -386,5 +386,6 @@ class _DeviceMemory:
         }
 
 
-def _as_tensor(address: int, num_bytes: int, device: int) -> Tensor:
+def as_tensor(address: int, num_bytes: int, device: int) -> Tensor:
+    """Bytes of this device."""
     return torch.as_tensor(_DeviceMemory(address, num_bytes), device=f"cuda:{device}")

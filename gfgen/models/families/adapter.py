@@ -73,6 +73,7 @@ class Adapter(Protocol):
     patches: Patches
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
+    read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none, and on a CPU
 
     @property
     def takes_turns(self) -> bool:

@@ -37,8 +37,9 @@ from gfgen.models.fast.kernels import Quantised
 from gfgen.models.fast.rows import padded_to
 from gfgen.models.fast.texts import (
     NUM_TEXTS,
+    common_length,
     forget_text_results,
-    forward_inputs,
+    is_padded,
     keep_text_results,
     text_shape,
     with_texts,
@@ -50,9 +51,11 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import EXPERTS, component_dtypes
 from gfgen.models.loading.components import LoadPipeline
 from gfgen.models.parallel import shared_decode
-from gfgen.models.parallel.cudnn_attention import check_fp8_attention, is_fast
+from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import present_degrees
 from gfgen.models.streaming.turns import streams
 
 
@@ -330,24 +333,13 @@ class QwenImageAdapter(FlowAdapter):
         forwards = [[each] for each in embeds]
         if layout.cfg == 1 and is_batch_faster(self.geometry, spec, sequence_degree=degree, embeds=embeds):
             forwards = [embeds]
-        transformer, picture_tokens = self._pipeline.transformer, self.geometry.num_tokens(spec)
-        return tuple(
-            text_shape(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
-            for each in forwards
-        )
+        pads = self._pads(spec)
+        return tuple(text_shape(each, is_padded=pads, degrees=layout.degrees) for each in forwards)
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        transformer = self._pipeline.transformer
-        picture_tokens = self.geometry.num_tokens(inputs[0].spec)
-        return tuple(
-            text_shape(
-                transformer,
-                [each.prompt.tensors[name] for each in inputs],
-                picture_tokens=picture_tokens,
-                degrees=(1, 1, 1),
-            )
-            for name in inputs[0].prompt.tensors
-        )
+        pads = self._pads(inputs[0].spec)
+        forwards = [[each.prompt.tensors[name] for each in inputs] for name in inputs[0].prompt.tensors]
+        return tuple(text_shape(each, is_padded=pads, degrees=(1, 1, 1)) for each in forwards)
 
     def _embed_text(self, text: str, num_tokens: int) -> Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
@@ -396,12 +388,17 @@ class QwenImageAdapter(FlowAdapter):
             "attention_kwargs": dict[str, Any](),
         }
 
+    def _pads(self, spec: JobSpec) -> bool:
+        tokens, steps = self.geometry.num_tokens(spec), known(spec.steps)
+        return is_padded(self._pipeline.transformer, picture_tokens=tokens, num_steps=steps)
+
     def _predict(
         self, spec: JobSpec, expert: Any, inputs: dict[str, Any], embeds: Sequence[Tensor]
     ) -> Tensor:
         if len(embeds) > 1 and not hasattr(expert, "modulation"):
             return self._predict_unfused(inputs, embeds)
-        return self._forward(expert, forward_inputs(expert, inputs, embeds))
+        length = common_length(embeds, degrees=present_degrees()) if self._pads(spec) else None
+        return self._forward(expert, with_texts(inputs, embeds, length=length))
 
     def _predict_unfused(self, inputs: dict[str, Any], embeds: Sequence[Tensor]) -> Tensor:
         """Jobs whose texts have the same length in one forward: only fused blocks ignore padding."""

@@ -30,6 +30,7 @@ from gfgen.system.machine import cache_dir
 
 if TYPE_CHECKING:
     from gfgen.models.families.adapter import Adapter
+    from gfgen.models.streaming.shards import Island
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def load_adapter(
     kernels: KernelChoice = "own",
     placement: Placement = WHOLE,
     copy_fd: int | None = None,
+    island: Island | None = None,
     quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -146,7 +148,7 @@ def load_adapter(
     With random weights the directory need hold config files only. With `trusts_code` the checkpoint's own
     code may run. `kernels` are for pipelines without an adapter of their own, `quantised` for Wan and
     Qwen-Image. Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks
-    share.
+    share, or from the other ranks of the island.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -162,7 +164,7 @@ def load_adapter(
     from gfgen.models.streaming.placing import Placing
 
     brought = EXPERTS if quantised.layers else ()
-    placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought)
+    placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought, island=island)
     load = partial(random_pipeline if has_random_weights else load_pipeline, placing=placing)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     adapter: Adapter
@@ -175,6 +177,7 @@ def load_adapter(
 
         adapter = load_flow(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
+    adapter.read_bytes_per_s = placing.read_rate()
     return adapter
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.linears import linear_gelu
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import sharing_ranks
+from gfgen.models.streaming.turns import CallLocal
 
 logger = logging.getLogger(__name__)
 
@@ -165,16 +165,12 @@ MIN_TOKENS = 2
 """A length of 1 would be a kind of its own for the compiler."""
 
 
-class _Current(threading.local):
-    has_cut = False
-
-
 def cut_texts(transformer: nn.Module) -> bool:
     """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
     class is one that can. Before `branches.watch`, inside which a forward is asked for twice."""
     if not isinstance(transformer, HunyuanVideoTransformer3DModel):
         return False
-    current = _Current()
+    current = CallLocal()  # has_cut: in the present forward
     lengths: Any = WeakTensorKeyDictionary()
     forward, signature = transformer.forward, inspect.signature(transformer.forward)
 
@@ -213,7 +209,7 @@ def _common_length(mask: Tensor) -> int | None:
 
 
 def _without_mask(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: _Current
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: CallLocal
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not current.has_cut:
         return None

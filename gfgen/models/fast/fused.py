@@ -19,7 +19,6 @@ Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.p
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,10 +31,11 @@ from torch import Tensor, nn
 
 from gfgen.models.fast.linears import LinearGelu, fuse_modulation, joined, quantise, takes_fp8
 from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
-from gfgen.models.parallel.cudnn_attention import E4M3, VALUE_SCALE, from_fp8
+from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import attend, own_length
 from gfgen.models.streaming.placing import IN_PLACE, placing_of
+from gfgen.models.streaming.turns import CallLocal
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None, attends_
     """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays.
 
     fp8_on: takes one block after the other to this device and into fp8 there, and then all that remains.
-    attends_in_fp8: attentions whose tokens ranks share are in fp8 (cudnn_attention.py).
+    attends_in_fp8: attentions whose tokens ranks share are in fp8 (fp8_attention.py).
     """
     if getattr(transformer, "is_quantized", False):
         return
@@ -86,7 +86,7 @@ def _is_usual(block: WanTransformerBlock) -> bool:
 
 
 def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock], fp8_on: torch.device | None) -> None:
-    current = threading.local()
+    current = CallLocal()
     embedder = transformer.condition_embedder
     embedder.forward = functools.partial(_wan_conditions, embedder, current)
     for block in blocks:
@@ -96,7 +96,7 @@ def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock], fp8_on: t
 
 def _wan_conditions(
     embedder: Any,
-    current: threading.local,
+    current: CallLocal,
     timestep: Tensor,
     encoder_hidden_states: Tensor,
     encoder_hidden_states_image: Tensor | None = None,
@@ -123,7 +123,7 @@ def _wan_conditions(
     return times_KC.index_select(0, kinds_L)[None], modulation[None], *texts
 
 
-def _fuse_wan_block(block: WanTransformerBlock, current: threading.local) -> None:
+def _fuse_wan_block(block: WanTransformerBlock, current: CallLocal) -> None:
     block.attn1.to_qkv = joined([block.attn1.to_q, block.attn1.to_k, block.attn1.to_v])
     block.attn2.to_kv = joined([block.attn2.to_k, block.attn2.to_v])
     for attention, names in ((block.attn1, ("to_q", "to_k", "to_v")), (block.attn2, ("to_k", "to_v"))):
@@ -134,7 +134,7 @@ def _fuse_wan_block(block: WanTransformerBlock, current: threading.local) -> Non
 
 def _wan_block(
     block: WanTransformerBlock,
-    current: threading.local,
+    current: CallLocal,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,

@@ -9,7 +9,6 @@ rows. So a token's numbers do not depend on the other tokens of a rank, and degr
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from gfgen.layout import shard_bounds
 from gfgen.models.fast.rows import Fp8Rows, to_fp8
 from gfgen.models.parallel.sequence_parallel import sharing_ranks
 from gfgen.models.streaming.placing import placing_of
+from gfgen.models.streaming.turns import CallLocal
 
 
 def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
@@ -153,14 +153,14 @@ def fuse_modulation(transformer: Any, *, int8_on: torch.device | None = None) ->
     transformer.modulation = Modulation(
         [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
     )
+    for idx, block in enumerate(blocks):
+        del block.img_mod, block.txt_mod  # so that a weight in bf16 goes when it is quantised
+        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
     if int8_on is not None:
         transformer.modulation.quantise(int8_on)
     for layer in transformer.modulation.layers:
         placing_of(layer).bring(layer)
-    for idx, block in enumerate(blocks):
-        del block.img_mod, block.txt_mod
-        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
-        block.register_forward_pre_hook(hook, with_kwargs=True)
     transformer.time_text_embed.register_forward_hook(
         functools.partial(_modulate, modulation=transformer.modulation)
     )
@@ -178,8 +178,8 @@ class Modulation(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.in_int8: Int8Layers | None = None
-        self.current = threading.local()
-        """`rows`: the modulation in this thread's present forward."""
+        self.current = CallLocal()
+        """`rows`: the modulation in the present forward."""
 
     def quantise(self, device: torch.device) -> None:
         """Keep the weights in int8 on this device; those in bf16 are freed."""
@@ -216,6 +216,10 @@ def _hand_over(
     return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
 
 
+_ROWS_AT_ONCE = 4096
+"""Of a weight that is quantised in fp32, which takes several times the memory of these rows."""
+
+
 class Int8Layers(nn.Module):
     """Linear layers of one size in int8, for a single row.
 
@@ -234,10 +238,13 @@ class Int8Layers(nn.Module):
         self.register_buffer("weight_NFC", new(size, dtype=torch.int8))
         self.register_buffer("scale_NFG", new((*size[:2], size[2] // GROUP), dtype=torch.bfloat16))
         self.register_buffer("bias_NF", new(size[:2], dtype=first.bias.dtype))
+        del first
         for idx in range(len(layers)):
             layer: Any = layers[idx]
             placing_of(layer).bring(layer)
-            self.weight_NFC[idx], self.scale_NFG[idx] = in_int8(layer.weight.to(device))
+            for start in range(0, size[1], _ROWS_AT_ONCE):
+                rows = slice(start, start + _ROWS_AT_ONCE)
+                self.weight_NFC[idx, rows], self.scale_NFG[idx, rows] = in_int8(layer.weight[rows].to(device))
             self.bias_NF[idx] = layer.bias
             layers[idx] = nn.Identity()  # frees its weights
 

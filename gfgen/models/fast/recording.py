@@ -154,6 +154,7 @@ class Graphs:
         """By call with any text, and slot: whether it may be recorded at once, since one like it was."""
         self._ready: set[object] = set()
         """Forwards that need nothing more: they are recorded, or never will be."""
+        self.num_replays = 0
         self._has_warned = False
         self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """A unique number for each transformer; an `id` may occur again later."""
@@ -174,6 +175,7 @@ class Graphs:
         record = self._record_of(call, transformer, sharing)
         if record is None:
             return self._evaluate(call, transformer, inputs)
+        self.num_replays += 1
         return record.replay(inputs, sharing)
 
     @contextmanager
@@ -194,10 +196,6 @@ class Graphs:
         """
         with self._in_mode(self._record_now, unentered):
             yield
-
-    @property
-    def num_records(self) -> int:
-        return len(self._records)
 
     def clear(self) -> None:
         for key in list(self._records):

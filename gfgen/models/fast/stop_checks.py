@@ -95,7 +95,7 @@ def install(*models: torch.nn.Module | None) -> None:
     for model in filter(None, models):
         for module in model.modules():
             if isinstance(module, torch.nn.ModuleList):
-                for part in module:
+                for part in module.children():  # elements may be None
                     part.register_forward_pre_hook(_check)
 
 

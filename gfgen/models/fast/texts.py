@@ -1,7 +1,7 @@
 """Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance or job.
 
 Qwen-Image does not pad prompts, so every length is another shape, and a recorded forward serves one length
-only. Where attention can ignore padding at almost no cost (cudnn_attention.py), texts are therefore padded
+only. Where attention can ignore padding at almost no cost (counted_attention.py), texts are therefore padded
 to a few lengths: a new prompt is then new data, not a new shape.
 
 Legend: B batch (1 for each branch or job), L tokens, C channels.
@@ -18,8 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gfgen.models.fast.rows import batched, padded_to
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.models.parallel.cudnn_attention import is_fast
-from gfgen.models.parallel.sequence_parallel import present_degrees
+from gfgen.models.parallel.counted_attention import is_fast
 
 NUM_TEXTS = 8
 """Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""
@@ -32,26 +31,31 @@ MAX_PICTURE_TOKENS = 4_000
 """For larger pictures recording is a small part of a job, and attention that ignores padding takes longer: on
 H200, with 24 heads, 40 us instead of 39 for 1,088 tokens, 144 instead of 140 for 2,368, but 409 instead of
 357 for 4,160."""
+FEW_STEPS = 8
+"""In fp8 also larger pictures of so few steps are padded: padding takes 3 ms of a forward of 4,096 tokens,
+and a record 230 to 330 ms."""
 
 
-def common_length(
-    transformer: Any, embeds: Sequence[Tensor], *, picture_tokens: int, degrees: tuple[int, int, int]
-) -> int | None:
+def is_padded(transformer: Any, *, picture_tokens: int, num_steps: int) -> bool:
+    """Whether texts of such jobs are padded. Only fused blocks ignore padding."""
+    if (modulation := getattr(transformer, "modulation", None)) is None:
+        return False
+    is_in_fp8 = modulation.in_int8 is not None
+    return picture_tokens < MAX_PICTURE_TOKENS or (is_in_fp8 and num_steps <= FEW_STEPS)
+
+
+def common_length(embeds: Sequence[Tensor], *, degrees: tuple[int, int, int]) -> int | None:
     """The length to which the texts of a forward are padded on these degrees; None: no padding."""
-    if not hasattr(transformer, "modulation") or picture_tokens >= MAX_PICTURE_TOKENS:
-        return None  # only fused blocks ignore padding
     _, ulysses, ring = degrees
     if ring > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
         return None  # in a ring keys come in blocks, and several of them would end in padding
     return padded_length([branch.shape[1] for branch in embeds], num_shards=ulysses)
 
 
-def text_shape(
-    transformer: Any, embeds: Sequence[Tensor], *, picture_tokens: int, degrees: tuple[int, int, int]
-) -> object:
+def text_shape(embeds: Sequence[Tensor], *, is_padded: bool, degrees: tuple[int, int, int]) -> object:
     """How the launches of a forward depend on the lengths of these texts."""
     lengths = tuple(branch.shape[1] for branch in embeds)
-    common = common_length(transformer, embeds, picture_tokens=picture_tokens, degrees=degrees)
+    common = common_length(embeds, degrees=degrees) if is_padded else None
     return lengths if common is None else (common, tuple(length < common for length in lengths))
 
 
@@ -65,14 +69,6 @@ def padded_length(lengths: Sequence[int], *, num_shards: int) -> int | None:
         if length - min(lengths) <= length // num_shards:
             return length
     return None
-
-
-def forward_inputs(transformer: Any, inputs: Mapping[str, Any], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """As `with_texts`, padded if that gives texts of several lengths the same shape."""
-    length = common_length(
-        transformer, embeds, picture_tokens=inputs["hidden_states"].shape[1], degrees=present_degrees()
-    )
-    return with_texts(inputs, embeds, length=length)
 
 
 def with_texts(

@@ -42,6 +42,7 @@ _SET_OTHERWISE = {
     "output_type": "gfgen writes pictures, videos and sound",
     "return_dict": "gfgen writes pictures, videos and sound",
     "latents": "use seed",
+    "padding_mask_crop": "crop the picture and its mask before",
 }
 _HIDDEN = re.compile(r"callback|latents|embed|_kwargs$|attention_mask|_generator$|_ids$|_thw$")
 """Arguments whose values no job file can hold."""
@@ -49,6 +50,7 @@ _NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
 _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
 
+_OTHER_BRANCH = re.compile(r"\b(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
 _SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
 _NEEDS_SCIPY = ("use_beta_sigmas",)
@@ -143,6 +145,8 @@ class CallSignature:
     """The guidance scale up to which there is no guidance; None if the source does not tell."""
     guidance_setting: str | None = None
     """The setting of the model that decides whether a guidance scale has an effect; None if none does."""
+    calls_branches_apart: bool = False
+    """Whether a guided step calls the transformer once for each branch."""
 
     @property
     def args(self) -> Mapping[str, str]:
@@ -259,6 +263,7 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
     called = (ast.unparse(node.func) for node in ast.walk(found) if isinstance(node, ast.Call))
     steps_scheduler = any(name.endswith("scheduler.step") for name in called)
     guidance = _guidance(found, method_of("do_classifier_free_guidance"))
+    guidance["calls_branches_apart"] = _OTHER_BRANCH.search(ast.unparse(found)) is not None
     return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler, **guidance)
 
 

@@ -1,6 +1,6 @@
 """Geometry of any other diffusers pipeline: what its call takes, from diffusers' source (`call.py`).
 
-Its sizes are those that a job asks for, rounded down to a multiple . Bytes of its artifacts are
+Its sizes are those that a job asks for, rounded down to a multiple. Bytes of its artifacts are
 unknown before it runs, so they have room in the job's slab, which takes memory only where it is written to.
 """
 
@@ -24,7 +24,7 @@ from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.rules import with_known_scheduler
+from gfgen.models.geometry.rules import evaluations_key, with_known_scheduler
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -84,6 +84,16 @@ GUIDED = frozenset(
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
+SEVERAL_PICTURES = frozenset(
+    (
+        *("BriaFibo2Pipeline", "BriaFiboEditPipeline", "Flux2KleinKVPipeline", "Flux2KleinPipeline"),
+        *("Flux2Pipeline", "QwenImage21Pipeline", "QwenImageEditPlusPipeline", "ZImageOmniPipeline"),
+    )
+)
+"""Pipelines that make one result of several pictures in `image`; in others a list is a batch.
+
+Source: the calls of diffusers 0.42.
+"""
 NO_PICTURES = re.compile("Audio|AceStep|Proteina")
 """Pipelines that make only sound, or proteins."""
 _LARGE = "CLIPTextModelWithProjection"
@@ -169,7 +179,7 @@ class PipelineGeometry:
 
     def uses_cfg(self, spec: JobSpec) -> bool:
         has_branches = "negative_prompt" in self.signature.arguments
-        return self.shares_guidance and has_branches and self._is_guided(spec)
+        return self.shares_guidance and has_branches and self.is_guided(spec)
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         if stage is not Stage.DENOISE:
@@ -180,7 +190,7 @@ class PipelineGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
-        size += "+cfg" if self._is_guided(spec) else ""
+        size += ("+cfg" if self.is_guided(spec) else "") + evaluations_key(spec)
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))
@@ -201,7 +211,7 @@ class PipelineGeometry:
         argument = self.signature.argument_of(field)
         return field, getattr(spec, field), taken[argument].default if argument else None
 
-    def _is_guided(self, spec: JobSpec) -> bool:
+    def is_guided(self, spec: JobSpec) -> bool:
         """Whether the call evaluates more than one branch, as far as its arguments tell.
 
         Calls with `true_cfg_scale` do so only if there is a negative prompt; their `guidance_scale` is an
@@ -327,7 +337,12 @@ def _defaults(signature: CallSignature) -> dict[str, Any]:
 # configs, without importing diffusers. Besides, a size has whole patches of the transformer's.
 
 
-_FACTORS = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+_FACTORS = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_scale_factor",
+    "vae_spatial_compression_ratio",
+)
 _BUILTINS = {"len": len, "getattr": getattr, "hasattr": hasattr, "max": max, "min": min, "int": int}
 
 

@@ -7,6 +7,7 @@ it), or a `Problem` that says what would be accepted.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -119,6 +120,8 @@ FLOW_SCHEDULERS = (
 )
 TWICE_A_STEP = "FlowMatchHeunDiscreteScheduler"
 """It evaluates the transformer twice in all steps but the last."""
+_SECOND_ORDER = re.compile(r"Heun|KDPM2|DPMSolverSDE")
+"""In names of classes that evaluate it twice in pipelines, too. Source: `order = 2` in diffusers 0.42."""
 OF_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 """Options of schedulers that know other models, too."""
 _SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
@@ -195,9 +198,9 @@ def latents_artifact(spec: JobSpec, artifact: Artifact) -> Artifact:
     return Artifact(artifact.name, (), room_bytes=STATE_ROOM_BYTES)
 
 
-def evaluations_key(spec: JobSpec) -> str:
+def evaluations_key(spec: JobSpec, own_class: str | None = None) -> str:
     """The part of `Geometry.shape_key` for steps that evaluate the transformer twice."""
-    return "+heun" if (spec.scheduler or {}).get("class") == TWICE_A_STEP else ""
+    return "+heun" if _SECOND_ORDER.search(str((spec.scheduler or {}).get("class", own_class))) else ""
 
 
 def max_text_tokens(spec: JobSpec, usual: int) -> int:

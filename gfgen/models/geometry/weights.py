@@ -9,6 +9,7 @@ block has a key: the name of its list, which is the same in files and in modules
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -97,6 +98,9 @@ class Placement:
     saved_bytes: int = 0
     """How much less the device holds, with its buffers."""
     takes_patches: bool = True
+    shared: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The streamed blocks that ranks keep for each other (models/streaming/shards.py); main memory has them,
+    too."""
 
     def streams(self, weight: str) -> bool:
         """Whether a weight is in a streamed block; its name begins with its component."""
@@ -116,11 +120,12 @@ class Placement:
 WHOLE = Placement()
 
 
-def placed(parts: Mapping[str, Part], room_bytes: int) -> Placement:
+def placed(parts: Mapping[str, Part], room_bytes: int, *, num_sharing: int = 1) -> Placement:
     """As many weights on the device as there is room for; as few as possible if not even those fit.
 
     Blocks of text encoders are streamed first. Those of transformers are spread evenly over the forward, and
-    over two experts, so that reads hide behind the blocks between them.
+    over two experts, so that reads hide behind the blocks between them. That many ranks keep the streamed
+    blocks for each other; if these do not fit either, some are in main memory only.
     """
     total = sum(part.total for part in parts.values())
     if total <= room_bytes:
@@ -129,17 +134,22 @@ def placed(parts: Mapping[str, Part], room_bytes: int) -> Placement:
     for name in filter(STREAMABLE.fullmatch, parts):
         group = groups[0 if TEXT_ENCODER.fullmatch(name) else 1]
         group += [(name, key, size) for key, size in parts[name].blocks.items()]
+    choices = [
+        [*before, *(group[idx] for idx in spread(number, of=len(group)))]
+        for before, group in (([], groups[0]), groups)
+        for number in range(1, len(group) + 1)
+    ]
+    stages = [[(chosen, chosen if num_sharing > 1 else []) for chosen in choices]]
+    if num_sharing > 1:
+        rests = [[block for block in choices[-1] if block not in alone] for alone in map(set, choices)]
+        stages.append([(choices[-1], rest) for rest in rests])
     best = WHOLE
-    for num_buffers in NUM_BUFFERS:
-        chosen: list[_Block] = []
-        for group in groups:
-            for number in range(1, len(group) + 1):
-                now = [group[idx] for idx in spread(number, of=len(group))]
-                found = _streaming([*chosen, *now], num_buffers)
-                best = max(best, found, key=lambda each: each.saved_bytes)
-                if total - found.saved_bytes <= room_bytes:
-                    return found
-            chosen += group
+    for stage in stages:
+        for num_buffers, (chosen, shared) in itertools.product(NUM_BUFFERS, stage):
+            found = _streaming(chosen, num_buffers, shared, num_sharing)
+            best = max(best, found, key=lambda each: each.saved_bytes)
+            if total - found.saved_bytes <= room_bytes:
+                return found
     return best
 
 
@@ -152,12 +162,21 @@ _Block = tuple[str, str, int]
 """A component, the key of one of its blocks, and its size."""
 
 
-def _streaming(blocks: Sequence[_Block], num_buffers: int) -> Placement:
-    streamed: dict[str, frozenset[str]] = {}
-    for name, key, _ in blocks:
-        streamed[name] = streamed.get(name, frozenset()) | {key}
+def _streaming(
+    blocks: Sequence[_Block], num_buffers: int, shared: Sequence[_Block] = (), num_sharing: int = 1
+) -> Placement:
     sizes = [size for _, _, size in blocks]
-    return Placement(streamed, num_buffers, sum(sizes), saved_bytes=sum(sizes) - num_buffers * max(sizes))
+    in_turn = [size for _, _, size in sorted(shared, key=lambda block: block[0])]
+    kept = max(sum(in_turn[position::num_sharing]) for position in range(num_sharing))
+    saved = sum(sizes) - num_buffers * max(sizes) - kept
+    return Placement(_keys(blocks), num_buffers, sum(sizes), saved, shared=_keys(shared))
+
+
+def _keys(blocks: Sequence[_Block]) -> Mapping[str, frozenset[str]]:
+    keys: dict[str, frozenset[str]] = {}
+    for name, key, _ in blocks:
+        keys[name] = keys.get(name, frozenset()) | {key}
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +248,6 @@ def device_parts(
         name: part.in_bytes(widths.get(name, _BF16_BYTES), (saved or {}).get(name, (0, 0)))
         for name, part in counted.items()
     }
-
-
-def count_parameters(checkpoint: Path) -> Mapping[str, int]:
-    return {name: part.total for name, part in count_parts(checkpoint).items()}
 
 
 def count_parts(checkpoint: Path) -> Mapping[str, Part]:

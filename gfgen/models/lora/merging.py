@@ -176,6 +176,9 @@ class _Model:
         wanted = {name: changes for name, changes in wanted.items() if name in weights}
         if self._stream is not None:
             streamed = [name for name in wanted if self._stream.streams(name, weights[name])]
+            if self._stream.move(streamed):
+                self._weights = {}  # views
+                weights = {name: x for name, x in self.weights.items() if not isinstance(x, FixedWeight)}
             self._stream.patch({name: _adding(wanted[name], to=weights[name]) for name in streamed})
             wanted = {name: each for name, each in wanted.items() if name not in streamed}
         for name in sorted(self._changed - wanted.keys()):

@@ -23,7 +23,8 @@ from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.cudnn_attention import E4M3, counted_attention, fp8_attention
+from gfgen.models.parallel.counted_attention import counted_attention
+from gfgen.models.parallel.fp8_attention import E4M3, fp8_attention
 from gfgen.models.parallel.parallel import Parallel, held
 from gfgen.models.parallel.plans import ALL, KEYS, TEXT
 from gfgen.models.parallel.shared_attention import Attend, attention_to_shards, shared_attention

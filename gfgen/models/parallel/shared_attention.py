@@ -28,7 +28,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.cudnn_attention import E4M3, like_query, opened
+from gfgen.models.parallel.fp8_attention import E4M3, like_query, opened
 from gfgen.models.parallel.parallel import Lane, Mark, Parallel
 
 
@@ -382,7 +382,7 @@ def attend_with_lse(
     """Attention to these keys alone, by the kernel that torch itself would choose.
 
     A block of keys may be empty or completely masked: its part then has no weight.
-    In fp8 (cudnn_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
+    In fp8 (fp8_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
     Shapes: query [B, L, H, D], key and value [B, S, H, D], mask bool [B, 1, 1, S] or None.
     """
     if query.dtype == E4M3:

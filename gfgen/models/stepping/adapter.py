@@ -274,6 +274,8 @@ def load_any(
     dtypes = component_dtypes(geometry.family, vae_dtype)
     own = {"own_code": geometry.own_code} if geometry.own_code else {}
     pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes, **own)
+    if isinstance(pipeline.components.get("vae"), diffusers.AutoencoderKLAllegro):
+        pipeline.vae.enable_tiling()  # it cannot decode otherwise
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
     return PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
 

@@ -6,7 +6,7 @@ import dataclasses
 import resource
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
     with pictures() as folder:
         geometry = adapter.geometry
         has_size = not isinstance(geometry, PipelineGeometry) or geometry.takes_size
-        for side in SIDES if has_size else (None,):
+        for side in SIDES if has_size and given.width is None else (None,):
             width, height = given.width or side, given.height or side
             job = dataclasses.replace(given, seed=SEED, width=width, height=height)
             spec = resolved(geometry, job, folder)
@@ -71,8 +71,6 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
                 return dataclasses.replace(trial, peak_bytes=_peak_bytes(device))
             except _OwnCallError as error:
                 failure = failure or error.__cause__
-            if given.width is not None:
-                break
     assert failure is not None
     raise ModelError(f"model {checkpoint}: its own call fails: {_where(failure)}")
 
@@ -86,18 +84,22 @@ def resolved(geometry: Any, job: JobSpec, folder: Path) -> JobSpec:
         return geometry.resolve(job)  # type: ignore[no-any-return]
     except JobError as error:
         missing = [problem.field or "" for problem in error.problems if problem.value is None]
-        files = {name.removeprefix("files."): _file(name, folder) for name in missing if "files." in name}
-        picture = str(folder / "0.png") if "image" in missing else job.image
-        if not files and picture == job.image:
+        names = [name.removeprefix("files.") for name in missing if name == "image" or "files." in name]
+        if not names:
             raise
-        filled = dataclasses.replace(job, image=picture, files={**(job.files or {}), **files} or None)
-        return geometry.resolve(filled)  # type: ignore[no-any-return]
+        return geometry.resolve(with_files(job, names, folder))  # type: ignore[no-any-return]
+
+
+def with_files(job: JobSpec, names: Collection[str], folder: Path) -> JobSpec:
+    """The job with pictures of the folder for these arguments."""
+    files = {**(job.files or {}), **{name: _file(name, folder) for name in names if name != "image"}}
+    image = str(folder / "0.png") if "image" in names else job.image
+    return dataclasses.replace(job, image=image, files=files or None)
 
 
 def _peak_bytes(device: str) -> int:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return own if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
 class _OwnCallError(Exception):
@@ -124,13 +126,8 @@ def _try_own_adapter(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, devic
     frames = _frames(adapter, spec)
     name = read_checkpoint(checkpoint, with_weights=False).pipeline_class
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    pipeline = load_pipeline(
-        getattr(diffusers, name),
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        dtypes=component_dtypes(name, "auto"),
-    )
+    kind, dtypes = getattr(diffusers, name), component_dtypes(name, "auto")
+    pipeline = load_pipeline(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     pipeline.set_progress_bar_config(disable=True)
     arguments: dict[str, Any] = {**signature_of(name).arguments_for(spec), "output_type": "np"}
     if spec.image is not None:

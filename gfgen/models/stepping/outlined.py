@@ -1,7 +1,7 @@
 """Calls on a pipeline without weights: which arguments it refuses, and how much of a prompt it reads.
 
-As a program it reads questions about checkpoints as JSON and writes the answers (session/calls.py). It runs
-the calls up to their first step, with the real schedulers and tokenizers. Networks compute only shapes.
+As a program it reads questions about checkpoints as JSON and writes answers (session/admission.py). It runs
+calls to the end of their first step, with the real schedulers and tokenizers. Networks compute only shapes.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import sys
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from gfgen.errors import REFUSALS, in_one_line
+from gfgen.errors import REFUSALS, JobError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry.rules import max_text_tokens
+from gfgen.models.geometry.weights import components_of
 from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
-from gfgen.models.stepping.check import pictures, resolved
+from gfgen.models.stepping.check import pictures, resolved, with_files
 from gfgen.models.stepping.stepper import NUM_ITERATIONS
 from gfgen.system.lifeline import answer_all
 
@@ -48,13 +50,11 @@ Limits = dict[str, tuple[str, int]]
 def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_: Any) -> Any:
     """As `load_pipeline`, without weights."""
     files = read_checkpoint(checkpoint, with_weights=False)
-    parts: dict[str, Any] = {}
-    for name, value in files.index.items():
-        if name.startswith("_"):
-            continue
-        parts[name] = value if not isinstance(value, list) else value[0] and weightless(files, name)
-        if isinstance(parts[name], nn.Module):
-            parts[name] = _without_computing(parts[name])
+    parts = {name: value for name, value in files.index.items() if not name.startswith("_")}
+    parts |= {name: None for name, value in parts.items() if value == [None, None]}
+    for name in components_of(files.index):
+        part = weightless(files, name)
+        parts[name] = _without_computing(part) if isinstance(part, nn.Module) else part
     return kind(**parts)
 
 
@@ -62,18 +62,14 @@ def _without_computing(shapes: nn.Module) -> Any:
     """A network on the CPU without memory, whose outputs are zeros in the shapes that this one gives."""
     network = copy.deepcopy(shapes)
     for module in network.modules():
-        for name, value in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(_without_memory(value), requires_grad=False))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, _without_memory(buffer))
+        for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            empty = torch.zeros((), dtype=value.dtype).expand(value.shape)
+            is_buffer = not isinstance(value, nn.Parameter)
+            setattr(module, name, empty if is_buffer else nn.Parameter(empty, requires_grad=False))
     for name in _COMPUTING:
         if (method := getattr(shapes, name, None)) is not None:
             setattr(network, name, _zeros_of(shapes if name == "forward" else method))
     return network.eval()
-
-
-def _without_memory(value: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,10 +83,10 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute(*args: Any, **options: Any) -> Any:
         args, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, options))
-        try:
+        unmasked = patch("transformers.masking_utils.is_tracing", lambda *_: True)  # masks have no values
+        whole = patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)
+        with unmasked, whole, patch("torch.autocast", lambda *_, **__: nullcontext()):
             made = method(*args, **options)
-        except RuntimeError:  # transformers looks into masks, which have no values here
-            made = method(*args[:1], **{name: None if "mask" in name else x for name, x in options.items()})
         if (spread := getattr(made, "latent_dist", None)) is not None:
             made.latent_dist = type(spread)(torch.zeros_like(spread.parameters, device="cpu"))
             return made
@@ -100,58 +96,70 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int | None]]]]:
-    found: dict[str, list[tuple[str, int | None]]] = {}
-    kinds = {}
-    for name, part in pipeline.components.items():
-        if not isinstance(part, PreTrainedTokenizerBase):
-            continue
-        found[name], kinds[name] = [], type(part)
+def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int]]]]:
+    parts, whole = pipeline.components.items(), PreTrainedTokenizerBase.__call__
+    names = {id(part): name for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
+    found: dict[str, list[tuple[str, int]]] = {name: [] for name in names.values()}
 
-        def call(self: Any, text: Any = None, *args: Any, name: str = name, **options: Any) -> Any:
-            head, mark, _ = str(text[0] if isinstance(text, list) and text else text).partition(MARK)
-            if mark:
-                limit = options.get("max_length") or self.model_max_length
-                found[name].append((head, limit if options.get("truncation") else None))
-            return kinds[name].__call__(self, text, *args, **options)
+    def call(self: Any, text: Any = None, *args: Any, **options: Any) -> Any:
+        head, mark, _ = str(text[0] if isinstance(text, list) and text else text).partition(MARK)
+        if mark and id(self) in names:
+            limit = options.get("max_length") or self.model_max_length
+            found[names[id(self)]].append((head, limit if options.get("truncation") else sys.maxsize))
+        return whole(self, text, *args, **options)
 
-        part.__class__ = type(kinds[name].__name__, (kinds[name],), {"__call__": call})
-    try:
+    with patch.object(PreTrainedTokenizerBase, "__call__", call):
         yield found
-    finally:
-        for name, kind in reversed(kinds.items()):
-            pipeline.components[name].__class__ = kind
 
 
 def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
-    """What a call raises before its first step, or without any, and how much of the prompt it reads."""
+    """What a call raises up to its first step, or without any, and how much of the prompt it reads."""
     negative = MARK if spec.negative_prompt else None
     spec = replace(spec.without_patches(), prompt=MARK, negative_prompt=negative)
+    limits: Limits = {}
     with _noting(adapter.pipeline) as notes:
         try:
             prompt = adapter.encode(spec)
-            limits: Limits = {}
-            for name, calls in notes.items():
-                cut = [(head, limit) for head, limit in calls if limit is not None]
-                if (calls and not cut) or spec.prompt_syntax:  # it keeps everything
-                    limits.clear()
-                    break
-                limits |= {name: min(cut, key=lambda call: call[1])} if cut else {}
-            _, latents = adapter.prepare(spec, prompt)
-            if latents.number(NUM_ITERATIONS) == 0 and not isinstance(adapter._call(spec), WholeCall):
+            least = {name: min(calls, key=lambda call: call[1]) for name, calls in notes.items() if calls}
+            if not spec.prompt_syntax and all(limit < sys.maxsize for _, limit in least.values()):
+                limits = least  # or one of them keeps everything
+            condition, latents = adapter.prepare(spec, prompt)
+            if latents.number(NUM_ITERATIONS) or isinstance(adapter._call(spec), WholeCall):
+                adapter.denoise(spec, prompt, condition, latents, step=0)
+            else:
                 adapter.decode(spec, latents)
         except Exception as error:  # of any kind: it is judged by the caller
-            return error, {}
+            return None if _is_in("denoise", error) and "meta" in str(error).lower() else error, limits
     return None, limits
+
+
+def usual_jobs(geometry: PipelineGeometry, folder: Path, side: int = 256, **more: Any) -> Iterator[JobSpec]:
+    """Jobs without pictures, with some and with all that the call takes, as far as it accepts them."""
+    files, taken = geometry.signature.files, geometry.signature.arguments
+    negative, size = MARK if "negative_prompt" in taken else None, side if geometry.takes_size else None
+    job = JobSpec(id=MARK, prompt=MARK, seed=0, negative_prompt=negative, width=size, height=size, **more)
+    for names in ([], [name for name in files if name in ("image", "mask_image")], files):
+        with suppress(JobError):
+            yield resolved(geometry, with_files(job, names, folder), folder)
+
+
+def usual_failure(adapter: PipelineAdapter, *usual: Any, **fields: Any) -> BaseException | None:
+    """What the first of these jobs raises here, unless one of them runs."""
+    failures = (tried(adapter, job)[0] for job in usual_jobs(*usual, **fields))
+    first = next(failures, None)
+    return None if first is None or None in failures else first
 
 
 def is_refusal(error: BaseException, usual: BaseException | None) -> bool:
     """Whether the pipeline would raise this, too. `usual` is what usual arguments raise here, if anything."""
-    if usual is None:
+    if usual is None or _is_in("denoise", usual) > _is_in("denoise", error):
         return "meta" not in str(error)  # whatever it is, it comes of the arguments
-    frames = traceback.extract_tb(error.__traceback__)
-    is_of_network = any(frame.name == "outlined" for frame in frames)
+    is_of_network = _is_in("outlined", error)
     return isinstance(error, REFUSALS) and not is_of_network and _place_of(error) != _place_of(usual)
+
+
+def _is_in(name: str, error: BaseException) -> bool:
+    return any(frame.name == name for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _place_of(error: BaseException) -> tuple[object, ...]:
@@ -181,7 +189,7 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
         adapter = load_any(checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline)
         tokenizers = adapter.pipeline.components
         with pictures() as folder:
-            usual, _ = tried(adapter, resolved(geometry, JobSpec(id=MARK, prompt=MARK, seed=0), folder))
+            usual = usual_failure(adapter, geometry, folder)
         for key, fields in asked["calls"].items():
             error, limits_of[key] = tried(adapter, JobSpec(**fields))
             refused = error is not None and is_refusal(error, usual)
@@ -191,11 +199,10 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
             calls[key]["most_bytes"] = max(0, *sure) if sure else sys.maxsize
     else:
         tokenizers = {"tokenizer": AutoTokenizer.from_pretrained(str(checkpoint / "tokenizer"))}
-        most = {
-            key: max_text_tokens(JobSpec(**fields), MAX_TEXT_TOKENS) for key, fields in asked["calls"].items()
-        }
-        limits_of = {key: {"tokenizer": ("", number)} for key, number in most.items()}
-        calls = {key: {"most_bytes": max(0, number - SPECIAL)} for key, number in most.items()}
+        for key, fields in asked["calls"].items():
+            number = max_text_tokens(JobSpec(**fields), MAX_TEXT_TOKENS)
+            limits_of[key] = {"tokenizer": ("", number)}
+            calls[key] = {"most_bytes": max(0, number - SPECIAL)}
     texts = {
         name: read_characters(text, limits_of[key], tokenizers) if limits_of[key] else len(text)
         for name, (key, text) in asked["texts"].items()

@@ -1,22 +1,18 @@
-"""Local variables of a pipeline's call as plain data: named tensors, and one text for all the rest.
+"""Local variables of a pipeline's call as plain data: named tensors, and one JSON text for all the rest.
 
-The text is a pickle. Values that belong to the pipeline (components, their parts and configs) are stored as
-paths from it, all others by content. A value that several variables share is stored once and shared again.
-Tensors keep the order of their dimensions in memory, on which kernels and hence the last bits of results may
-depend.
+Values that belong to the pipeline (components, their parts and configs) are stored as paths from it, all
+others by content. A value that several variables share is stored once and shared again. Tensors keep the
+order of their dimensions in memory, on which kernels and hence the last bits of results may depend.
 """
 
 from __future__ import annotations
 
-import base64
-import copyreg
 import dataclasses
 import enum
 import functools
 import importlib
 import inspect
-import io
-import pickle
+import json
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -31,17 +27,14 @@ from gfgen.models.loading.components import OWN_CODE
 from gfgen.models.stepping.program import NotSteppableError
 
 TREE = "tree"
-"""Name of the pickle (base64) among an artifact's scalars."""
+"""Name of the JSON text among an artifact's scalars."""
 PACKAGES = ("diffusers", "transformers", OWN_CODE)
 """Objects of other packages' classes are not stored."""
 
 _PLAIN = (bool, int, float, str, list, tuple, torch.Tensor)
-_BY_PICKLE = frozenset((type(None), bool, int, float, str, list, tuple, dict, torch.dtype))
-_AS_USUAL = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
-    *(enum.Enum, set, slice, range, torch.dtype, torch.Size, np.generic, np.dtype),
-)
-"""What pickle stores by itself, besides what is in `_PLAIN`."""
+
+Node = Any
+"""JSON: null, true, a number or a string as itself, anything else as a list that begins with its kind."""
 
 
 def pack(values: Mapping[str, Any], parts: Mapping[str, Any]) -> Fields:
@@ -49,16 +42,9 @@ def pack(values: Mapping[str, Any], parts: Mapping[str, Any]) -> Fields:
 
     Raises: NotSteppableError that names a variable that cannot be stored.
     """
-    content = io.BytesIO()
-    packer = _Packer(content, parts)
-    packer.dump(list(values))
-    for name, value in values.items():
-        packer.name = SAMPLE if name == "latents" else ""
-        try:
-            packer.dump(value)
-        except (NotSteppableError, pickle.PicklingError, AttributeError, TypeError) as error:
-            raise NotSteppableError(f"variable {name!r} {error}") from None
-    return Fields(packer.tensors, {TREE: base64.b64encode(content.getvalue()).decode()})
+    packer = _Packer(parts)
+    tree = {name: packer.top(name, value) for name, value in values.items()}
+    return Fields(packer.tensors, {TREE: json.dumps(tree)})
 
 
 def unpack(
@@ -70,8 +56,8 @@ def unpack(
     """
     text = fields.scalars[TREE]
     assert isinstance(text, str)
-    unpacker = _Unpacker(io.BytesIO(base64.b64decode(text)), parts, fields.tensors, device, is_copied)
-    return {name: unpacker.load() for name in unpacker.load()}
+    unpacker = _Unpacker(parts, fields.tensors, device, is_copied)
+    return {name: unpacker.value(node) for name, node in json.loads(text).items()}
 
 
 def changes_by_use(value: Any) -> bool:
@@ -92,59 +78,82 @@ def changes_in_calls(part: Any) -> bool:
     return is_ours and not isinstance(part, torch.nn.Module) and not isinstance(part, FrozenDict)
 
 
-class _Packer(pickle.Pickler):
-    """Several values that share what they have in common."""
-
-    def __init__(self, file: io.BytesIO, parts: Mapping[str, Any]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+class _Packer:
+    def __init__(self, parts: Mapping[str, Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.name = ""
-        """Of the next tensor, if it has one."""
         self._parts = parts
+        self._name = ""
+        """Of the next tensor, if it has one."""
         self._paths = {id(part): name for name, part in parts.items()} | {
             id(config): f"{name}._internal_dict"
             for name, part in parts.items()
             if (config := getattr(part, "_internal_dict", None)) is not None
         }
-        self._stored: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        """By address, what is stored beside the pickle, kept alive, and what the pickle says of it."""
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []
+        """Shared values by their number; they stay alive, since `_seen` knows them by address."""
 
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        if type(value) in _BY_PICKLE:
-            return None
+    def top(self, name: str, value: Any) -> Node:
+        self._name = SAMPLE if name == "latents" else ""
+        try:
+            return self.value(value)
+        except NotSteppableError as error:
+            raise NotSteppableError(f"variable {name!r} {error}") from None
+
+    def value(self, value: Any) -> Node:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
         if (path := self._path(value)) is not None:
-            return "path", path
-        if id(value) in self._stored:
-            return self._stored[id(value)][1]
-        content = self._content(value)
-        if content is not None:
-            self._stored[id(value)] = value, (len(self._stored), *content)
-            return self._stored[id(value)][1]
-        return None
+            return ["path", path]
+        if id(value) in self._seen:
+            return ["same", self._seen[id(value)]]
+        number = self._seen[id(value)] = len(self._kept)
+        self._kept.append(value)
+        return [*self._content(value), number]
 
-    def reducer_override(self, value: Any) -> Any:
+    def _content(self, value: Any) -> list[Node]:
+        if isinstance(value, torch.Tensor):
+            return ["tensor", *self._tensor(value)]
+        if isinstance(value, np.ndarray):
+            return ["array", *self._tensor(torch.from_numpy(np.ascontiguousarray(value)))]
+        if isinstance(value, np.generic):
+            return ["number", value.dtype.name, value.item()]
+        if isinstance(value, PIL.Image.Image):
+            return ["image", value.mode, *self._tensor(torch.from_numpy(np.array(value)))]
+        if isinstance(value, torch.Generator):
+            return ["generator", str(value.device), *self._tensor(value.get_state())]
+        if isinstance(value, enum.Enum):
+            return ["enum", type(value).__module__, type(value).__qualname__, value.name]
+        if isinstance(value, (torch.dtype, torch.device)):
+            return [type(value).__name__, str(value).removeprefix("torch.")]
+        if type(value) in (list, tuple, set, torch.Size):
+            return [type(value).__name__, [self.value(item) for item in value]]
+        if type(value) is dict:
+            return ["dict", self._items(value)]
+        if isinstance(value, slice):
+            return ["slice", [self.value(x) for x in (value.start, value.stop, value.step)]]
+        if isinstance(value, range):
+            return ["range", [value.start, value.stop, value.step]]
+        return self._by_name(value)
+
+    def _by_name(self, value: Any) -> list[Node]:
+        if isinstance(value, types.MethodType):
+            return ["method", self.value(value.__self__), value.__name__]
+        if isinstance(value, functools.partial):
+            return ["partial", self.value(value.func), self.value(value.args), self.value(value.keywords)]
         if isinstance(value, types.ModuleType):
-            return importlib.import_module, (value.__name__,)
-        if isinstance(value, _AS_USUAL):
-            return NotImplemented
+            return ["module", value.__name__]
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            if "<" not in value.__qualname__:
+                return ["named", value.__module__, value.__qualname__]
+            raise NotSteppableError(f"holds the local function {value.__qualname__}")
         kind = type(value)
         if kind.__module__.partition(".")[0] not in PACKAGES or isinstance(value, torch.nn.Module):
             raise NotSteppableError(f"holds a {kind.__module__}.{kind.__qualname__}")
-        items = list(value.items()) if isinstance(value, dict) else value
-        state = vars_of(value), list(items) if isinstance(value, (dict, list)) else None
-        return copyreg.__newobj__, (kind,), state, None, None, _restore  # type: ignore[attr-defined]
-
-    def _content(self, value: Any) -> tuple[Any, ...] | None:
-        """What is needed to make a value again, with its tensors; None if the pickle has it all."""
-        if isinstance(value, torch.Tensor):
-            return "tensor", *self._tensor(value)
-        if isinstance(value, np.ndarray):
-            return "array", *self._tensor(torch.from_numpy(np.ascontiguousarray(value)))
-        if isinstance(value, PIL.Image.Image):
-            return "image", value.mode, *self._tensor(torch.from_numpy(np.array(value)))
-        if isinstance(value, torch.Generator):
-            return "generator", value.device.type, *self._tensor(value.get_state())
-        return ("device", value.type) if isinstance(value, torch.device) else None
+        items = self._items(value) if isinstance(value, dict) else None
+        if isinstance(value, (list, tuple)):
+            items = [self.value(item) for item in value]
+        return ["object", kind.__module__, kind.__qualname__, self._items(vars_of(value)), items]
 
     def _path(self, value: Any) -> str | None:
         """Where a value is found in the pipeline, such as "transformer_2"; None if it is not part of it."""
@@ -156,72 +165,51 @@ class _Packer(pickle.Pickler):
                     return f"{name}.{inner}"
         return None
 
-    def _tensor(self, value: torch.Tensor) -> tuple[str, list[int] | None, str]:
-        """Name, order of the dimensions in memory (None for the usual one), and "cpu" if it stays there."""
+    def _items(self, value: Mapping[Any, Any]) -> list[Node]:
+        return [[self.value(key), self.value(item)] for key, item in value.items()]
+
+    def _tensor(self, value: torch.Tensor) -> list[Node]:
+        """Name, order of the dimensions in memory (null for the usual one), and "cpu" if it stays there."""
         value = value.detach()
         place = HOST if value.device.type == "cpu" else ""
-        name = self.name or f"{place}t{len(self.tensors)}"
-        self.name = ""
+        name = self._name or f"{place}t{len(self.tensors)}"
+        self._name = ""
         order = None
         if not value.is_contiguous():
             by_stride = sorted(range(value.dim()), key=value.stride, reverse=True)
             order = by_stride if value.permute(by_stride).is_contiguous() else None
         self.tensors[name] = value.permute(order) if order else value.contiguous()
-        return name, order, value.device.type
+        return [name, order, value.device.type]
 
 
-def _restore(found: Any, state: tuple[dict[str, Any], list[Any] | None]) -> None:
-    """Give a new object its attributes and items, whatever its class does when they are set."""
-    attributes, items = state
-    if isinstance(found, dict):
-        for key, value in items or ():
-            dict.__setitem__(found, key, value)
-    elif isinstance(found, list):
-        found.extend(items or ())
-    for key, value in attributes.items():
-        object.__setattr__(found, key, value)
-
-
-class _Unpacker(pickle.Unpickler):
+class _Unpacker:
     def __init__(
         self,
-        file: io.BytesIO,
         parts: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         is_copied: bool,
     ) -> None:
-        super().__init__(file)
         self._parts = parts
         self._tensors = tensors
         self._target = device
         self._is_copied = is_copied
-        self._made: dict[int, Any] = {}
+        self._shared: dict[int, Any] = {}
 
-    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
-        number, *content = pid
-        if number == "path":
-            name, *attributes = content[0].split(".")
+    def value(self, node: Node) -> Any:
+        if not isinstance(node, list):
+            return node
+        kind, *parts = node
+        if kind == "path":
+            name, *attributes = parts[0].split(".")
             return functools.reduce(getattr, attributes, self._parts[name])
-        if number not in self._made:
-            self._made[number] = self._value(*content)
-        return self._made[number]
-
-    def _value(self, kind: str, *content: Any) -> Any:
-        match kind:
-            case "tensor":
-                return self._tensor(*content)
-            case "array":
-                return self._tensor(*content).numpy()
-            case "image":
-                mode, *tensor = content
-                return PIL.Image.fromarray(self._tensor(*tensor).numpy()).convert(mode)
-            case "generator":
-                device, *tensor = content
-                generator = torch.Generator(self._device(device))
-                generator.set_state(self._tensor(*tensor))
-                return generator
-        return self._device(*content)
+        if kind == "same":
+            return self._shared[parts[0]]
+        *parts, number = parts
+        if kind in ("list", "dict", "object"):  # may hold itself
+            return getattr(self, f"_{kind}")(number, *parts)
+        self._shared[number] = value = getattr(self, f"_{kind}")(*parts)
+        return value
 
     def _tensor(self, name: str, order: list[int] | None, device: str) -> torch.Tensor:
         value = self._tensors[name]
@@ -230,8 +218,84 @@ class _Unpacker(pickle.Unpickler):
             moved = value.clone()
         return moved.permute([order.index(dim) for dim in range(len(order))]) if order else moved
 
-    def _device(self, kind: str) -> torch.device:
-        return torch.device("cpu") if kind == "cpu" else self._target
+    def _array(self, *tensor: Any) -> Any:
+        return self._tensor(*tensor).numpy()
+
+    def _number(self, dtype: str, value: Any) -> Any:
+        return np.dtype(dtype).type(value)
+
+    def _image(self, mode: str, *tensor: Any) -> Any:
+        return PIL.Image.fromarray(self._tensor(*tensor).numpy()).convert(mode)
+
+    def _generator(self, device: str, *tensor: Any) -> torch.Generator:
+        generator = torch.Generator(self._device(device))
+        generator.set_state(self._tensor(*tensor))
+        return generator
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, name)  # type: ignore[no-any-return]
+
+    def _device(self, name: str) -> torch.device:
+        return torch.device("cpu") if name == "cpu" else self._target
+
+    def _list(self, number: int, items: list[Node]) -> list[Any]:
+        found: list[Any] = []
+        self._shared[number] = found
+        found.extend(map(self.value, items))
+        return found
+
+    def _tuple(self, items: list[Node]) -> tuple[Any, ...]:
+        return tuple(map(self.value, items))
+
+    def _set(self, items: list[Node]) -> set[Any]:
+        return set(map(self.value, items))
+
+    def _Size(self, items: list[Node]) -> torch.Size:
+        return torch.Size(items)
+
+    def _dict(self, number: int, items: list[Node]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        self._shared[number] = found
+        found.update(self._pairs(items))
+        return found
+
+    def _slice(self, bounds: list[Node]) -> slice:
+        return slice(*map(self.value, bounds))
+
+    def _range(self, bounds: list[int]) -> range:
+        return range(*bounds)
+
+    def _method(self, owner: Node, name: str) -> Any:
+        return getattr(self.value(owner), name)
+
+    def _partial(self, func: Node, args: Node, keywords: Node) -> Any:
+        return functools.partial(self.value(func), *self.value(args), **self.value(keywords))
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def _named(self, module: str, name: str) -> Any:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+    def _enum(self, module: str, kind: str, name: str) -> Any:
+        return self._named(module, kind)[name]
+
+    def _object(self, number: int, module: str, name: str, attributes: list[Node], items: Node) -> Any:
+        assert module.partition(".")[0] in PACKAGES
+        kind = self._named(module, name)
+        found = kind.__new__(kind)
+        self._shared[number] = found
+        if isinstance(found, dict):
+            for key, value in self._pairs(items).items():
+                dict.__setitem__(found, key, value)
+        elif isinstance(found, list):
+            found.extend(map(self.value, items))
+        for key, value in self._pairs(attributes).items():
+            object.__setattr__(found, key, value)
+        return found
+
+    def _pairs(self, items: list[Node]) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in items}
 
 
 def vars_of(value: Any) -> dict[str, Any]:

@@ -72,5 +72,6 @@ class HostCopy:
             self._pinned.append(region)
         except RunError as error:
             self._may_pin = False
-            text = "the system pins no more memory (%s), so reads of other weights take about twice as long"
+            text = "the system pins no more memory (%s), so reads of other weights take about twice as long: "
+            text += "raise 'ulimit -l' or, of a container, its limits of locked and shared memory"
             logger.warning(text, error)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from gfgen.models.geometry.weights import TEXT_ENCODER, WHOLE, Placement, block_key, block_name
 from gfgen.models.streaming.host_copy import HostCopy
+from gfgen.models.streaming.shards import Island, Shard
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,8 @@ _ATTRIBUTE = "gfgen_placing"
 """Of all modules of a model that is being placed."""
 _ALIGNMENT = 512
 """As torch aligns tensors on GPUs: libraries choose kernels by the alignment, and so bits."""
+_MEASURED_BYTES, _MEASURED_COPIES, _MEASURED_S = 1 << 27, 4, 0.04
+"""A copy takes 3 ms at 50 GB/s, and 30 ms at the 4 GB/s of memory that is not pinned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +58,15 @@ class Placing:
         device: torch.device | None = None,
         copy_fd: int | None = None,
         brought: Collection[str] = (),
+        island: Island | None = None,
     ) -> None:
         """copy_fd: the file for streamed blocks, which ranks share; None makes one. brought: components that
-        are brought block by block although none of them is streamed."""
+        are brought block by block although none of them is streamed. island: ranks that keep blocks for each
+        other; None reads them from the host copy."""
         self._placement = placement
         self._device = device or torch.device("cpu")
         self._brought = brought
+        self._island = island
         self._copy: HostCopy | None = None
         if placement.streamed:
             self._copy = HostCopy(fd := placement.new_copy() if copy_fd is None else copy_fd, self._device)
@@ -130,22 +138,58 @@ class Placing:
         if self._copy is None:
             return
         regions = {block: place.region for block, place in self._places.items() if place.region is not None}
-        size = max(map(len, regions.values()), default=0)
         torch.cuda.empty_cache()  # blocks came to this stream's memory, and tasks have another stream
+        shards = self._keep_shard(regions)
+        size = max(map(len, regions.values()), default=0)
         buffers = [Buffer(size, self._device) for _ in range(self._placement.num_buffers)]
-        lane = Lane(self._device, self._copy, buffers)
+        lane = Lane(self._device, self._copy, buffers, list({shard for shard, _ in shards.values()}))
         for component, model in self._models.items():
             modules = [block for block in regions if self._places[block].component == component]
             found = {self._places[block].key for block in modules}
             if lacking := self._placement.streamed.get(component, frozenset()) - found:
                 logger.warning("%s lacks the blocks %s, so GPUs hold more", component, sorted(lacking))
-            blocks = {}
-            for idx, module in enumerate(modules):
-                buffer = buffers[idx % len(buffers)]
-                _point(module, at=buffer.bytes)
-                blocks[self._origins[module][0]] = Block(regions[module], buffer)
+            blocks = {
+                self._origins[module][0]: Block(
+                    regions[module], partial(_point, module), *shards.get(module, ())
+                )
+                for module in modules
+            }
             wraps = TEXT_ENCODER.fullmatch(component) is None
             Chain(blocks, lane, wraps=wraps).attach(model, modules)
+
+    def read_rate(self) -> float:
+        """Bytes per second that the device reads of the host copy, the best of a few copies; 0 on a CPU."""
+        regions = [place.region for place in self._places.values() if place.region is not None]
+        if not regions or self._device.type != "cuda":
+            return 0.0
+        source, lasted_s = max(regions, key=len)[:_MEASURED_BYTES], list[float]()
+        target = torch.empty_like(source, device=self._device)
+        while len(lasted_s) < _MEASURED_COPIES and sum(lasted_s) < _MEASURED_S:
+            began_s = time.perf_counter()
+            target.copy_(source)  # returns when it is done
+            lasted_s.append(time.perf_counter() - began_s)
+        del target
+        torch.cuda.empty_cache()  # tasks have another stream, and could not use it
+        return len(source) / min(lasted_s)
+
+    def _keep_shard(self, regions: Mapping[nn.Module, Tensor]) -> Mapping[nn.Module, tuple[Shard, int]]:
+        """Fill this rank's shard; returns where each shared block is. Every rank finds the same places."""
+        if self._island is None:
+            return {}
+        places, shared = self._places, self._placement.shared
+        modules = [each for each in regions if places[each].key in shared.get(places[each].component, ())]
+        modules.sort(key=lambda each: places[each].component)  # as geometry/weights.py counts them
+        ends, offsets = [0] * len(self._island.boards), dict[nn.Module, tuple[int, int]]()
+        for idx, module in enumerate(modules):
+            owner = idx % len(ends)
+            offsets[module] = owner, ends[owner]
+            ends[owner] += len(regions[module])
+        boards, position = self._island.boards, self._island.position
+        shards = [Shard(board, size, self._device) for board, size in zip(boards, ends, strict=True)]
+        if ends[position]:
+            own = {at: regions[module] for module, (owner, at) in offsets.items() if owner == position}
+            shards[position].keep(own)
+        return {module: (shards[owner], at) for module, (owner, at) in offsets.items()}
 
     def _bring(self, module: nn.Module) -> None:
         """Bring a module's own tensors; those of modules that others made are there already."""
@@ -171,7 +215,7 @@ class Placing:
                 _part(region, offset, like=tensor).copy_(tensor.detach())
 
         region = self._copy.region(num_bytes, fill)
-        _point(block, at=region)
+        _point(block, region)
         return region
 
 
@@ -226,7 +270,7 @@ def _part(region: Tensor, offset: int, *, like: Tensor) -> Tensor:
     return numbers.as_strided(like.shape, like.stride())
 
 
-def _point(block: nn.Module, *, at: Tensor) -> None:
+def _point(block: nn.Module, at: Tensor) -> None:
     """Let a block's tensors be parts of these bytes, in which it is laid out."""
     for tensor, offset in _layout(block)[0]:
         tensor.data = _part(at, offset, like=tensor)

@@ -10,13 +10,15 @@ read has ended. Reads have a stream of their own, and wait for the computation b
 The buffers serve all components. A block that is not where it should be, at first, after another component
 or after a task that was stopped, is read when it is entered. So what was read ahead is never more than a
 guess. On a CPU a read is a copy at once.
+
+Blocks that this rank keeps for others (shards.py) are computed from where they are, unless they have patches.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from gfgen.models.geometry.weights import block_name
 from gfgen.models.streaming.host_copy import HostCopy
+from gfgen.models.streaming.shards import Shard
 from gfgen.models.streaming.turns import pause
 
 _ATTRIBUTE = "gfgen_stream"
@@ -46,22 +49,49 @@ class Block:
 
     region: Tensor
     """Its bytes in host memory."""
-    buffer: Buffer
+    point: Callable[[Tensor], None]
+    """Lets its weights be parts of these bytes."""
+    shard: Shard | None = None
+    """Of the rank that keeps it for others."""
+    offset: int = 0
+    """In the shard."""
+    buffer: Buffer = field(init=False)
+    """Of a block that is read."""
     patches: Sequence[Callable[[], None]] = ()
     """Each changes a weight in the buffer."""
+    is_patched: bool = False
+
+    @property
+    def own(self) -> Tensor | None:
+        """Its bytes in the own shard, if it is computed from there; otherwise it is read."""
+        if self.is_patched or self.shard is None or self.shard.own is None:
+            return None
+        return self.shard.own[self.offset : self.offset + len(self.region)]
+
+    @property
+    def is_read(self) -> bool:
+        return self.own is None
+
+    @property
+    def bytes(self) -> Tensor:
+        """From which it is computed."""
+        return self.buffer.bytes if (own := self.own) is None else own
 
 
 class Lane:
-    """The stream of reads of a model, with its buffers and its host copy.
+    """The stream of reads of a model, with its buffers, its host copy and shards.
 
     When the model goes, reads end before their memory is given back.
     """
 
-    def __init__(self, device: torch.device, copy: HostCopy, buffers: Sequence[Buffer]) -> None:
+    def __init__(
+        self, device: torch.device, copy: HostCopy, buffers: Sequence[Buffer], shards: Sequence[Shard]
+    ) -> None:
+        self.buffers = buffers
         self._device = device
         is_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
-        end = weakref.finalize(self, _close, self._stream, copy, [each.bytes for each in buffers])
+        end = weakref.finalize(self, _close, self._stream, (*shards, copy), [each.bytes for each in buffers])
         end.atexit = False
 
     def read(self, block: Block) -> None:
@@ -83,14 +113,19 @@ class Lane:
             torch.cuda.current_stream(self._device).wait_event(buffer.ready)
 
 
-def _close(stream: torch.cuda.Stream | None, copy: HostCopy, written: Sequence[Tensor]) -> None:
+def _close(
+    stream: torch.cuda.Stream | None, sources: Sequence[HostCopy | Shard], written: Sequence[Tensor]
+) -> None:
     if stream is not None:
         stream.synchronize()
-    copy.close()
+    for source in sources:
+        source.close()
 
 
 def _fill(block: Block) -> None:
-    block.buffer.bytes[: len(block.region)].copy_(block.region, non_blocking=True)
+    into = block.buffer.bytes[: len(block.region)]
+    if block.shard is None or not block.shard.read(block.offset, into):
+        into.copy_(block.region, non_blocking=True)
     for patch in block.patches:
         patch()
 
@@ -103,14 +138,25 @@ class Chain:
         self._blocks = tuple(blocks.values())
         self._lane = lane
         self._wraps = wraps  # whether to read ahead for another forward
-        self._num_buffers = len({id(block.buffer) for block in self._blocks})
         self._is_last = True
         """Of the forwards that share reads, the one that runs is the last in its block."""
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Let the blocks that are read have the buffers in turn."""
+        self._read_blocks = [block for block in self._blocks if block.is_read]
+        for buffer in self._lane.buffers:
+            buffer.holds = None
+        for idx, block in enumerate(self._read_blocks):
+            block.buffer = self._lane.buffers[idx % len(self._lane.buffers)]
+        self._num_buffers = min(len(self._lane.buffers), len(self._read_blocks))
+        for block in self._blocks:
+            block.point(block.bytes)
 
     def attach(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Read ahead in the forwards of this model, of which these modules are the blocks."""
         model.streams = True  # type: ignore[assignment]
-        model.register_forward_pre_hook(lambda *_: self._read_from(0))
+        model.register_forward_pre_hook(lambda *_: self._begin())
         for idx, module in enumerate(modules):
             module.register_forward_pre_hook(lambda *_, idx=idx: self.enter(idx))
             module.register_forward_hook(lambda *_, idx=idx: self._leave(idx))
@@ -120,41 +166,59 @@ class Chain:
         """Whether a weight of the component is streamed; a part that its block has given away is not."""
         block = self._by_name.get(block_name(name) or "")
         memory = weight.untyped_storage().data_ptr()
-        return block is not None and block.buffer.bytes.untyped_storage().data_ptr() == memory
+        return block is not None and block.bytes.untyped_storage().data_ptr() == memory
+
+    def move(self, changed: Collection[str]) -> bool:
+        """Let the blocks of these weights be read, so that they can have patches; whether any has moved."""
+        names, before = {block_name(name) for name in changed}, self._read_blocks
+        for name, block in self._by_name.items():
+            block.is_patched = name in names
+        if [block for block in self._blocks if block.is_read] == before:
+            return False
+        self._arrange()
+        return True
 
     def patch(self, patches: Mapping[str, Sequence[Callable[[], None]]]) -> None:
         """Apply these patches, by weight, after each read from now on, and no others."""
         for name, block in self._by_name.items():
             own = [each for weight in patches if block_name(weight) == name for each in patches[weight]]
-            if (own or block.patches) and block.buffer.holds is block:
+            if (own or block.patches) and block.is_read and block.buffer.holds is block:
                 block.buffer.holds = None
             block.patches = own
 
+    def _begin(self) -> None:
+        """Before a forward. Others that share reads first leave the last block of theirs."""
+        pause(self)
+        self._read_from(0)
+
     def enter(self, idx: int) -> None:
         """Before a block."""
-        self._is_last = pause(self._blocks[idx])
-        if self._blocks[idx].buffer.holds is not self._blocks[idx]:
-            self._read_from(idx)
-        self._lane.wait(self._blocks[idx].buffer)
+        block = self._blocks[idx]
+        self._is_last = pause(block)  # also where it is not read: others of a layout may read it
+        if block.is_read:
+            if block.buffer.holds is not block:
+                self._read_from(self._read_blocks.index(block))
+            self._lane.wait(block.buffer)
 
     def _leave(self, idx: int) -> None:
         """After a block. The last of the forwards that share reads launches the next one, behind all that is
         launched by then."""
-        if not self._is_last:
+        if not self._is_last or not self._blocks[idx].is_read:
             return
-        following = idx + self._num_buffers
-        if following < len(self._blocks):
+        place = self._read_blocks.index(self._blocks[idx])
+        following = place + self._num_buffers
+        if following < len(self._read_blocks):
             self._read(following)
         elif self._wraps:
-            self._read(idx % self._num_buffers)
+            self._read(place % self._num_buffers)
 
-    def _read_from(self, idx: int) -> None:
+    def _read_from(self, place: int) -> None:
         """Read as many blocks as there are buffers."""
-        for each in range(idx, min(idx + self._num_buffers, len(self._blocks))):
+        for each in range(place, min(place + self._num_buffers, len(self._read_blocks))):
             self._read(each)
 
-    def _read(self, idx: int) -> None:
-        block = self._blocks[idx]
+    def _read(self, place: int) -> None:
+        block = self._read_blocks[place]
         if block.buffer.holds is not block:
             self._lane.read(block)
 

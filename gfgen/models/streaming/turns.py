@@ -7,23 +7,26 @@ have come to the same block, or have ended: one read serves all of them. They ru
 order, so every rank of a layout launches the same kernels and exchanges in the same order. Each launches what
 it launches alone, so the bits are the same. Calls may take turns within a call, in one order for all.
 
-Every call has a thread. A forward keeps what its blocks need in variables of its thread (fused.py,
-linears.py, compiled.py), and two forwards of one thread would mix them up. Context variables are inherited
-by a copy: what is active around `in_turns` is active in its calls, and what a call enters is its own.
+Every call is a greenlet, all of them on one thread: libraries keep handles and plans of kernels by thread,
+and cuDNN takes some 30 ms for that of an attention. A forward keeps what its blocks need in a `CallLocal`.
+Context variables are inherited by a copy: what is active around `in_turns` is active in its calls, and what a
+call enters is its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from greenlet import getcurrent, greenlet
+from torch.backends import cuda
 
-from gfgen.gfc.cuda.driver import driver
-from gfgen.models.parallel import cudnn_attention
+from gfgen.models.parallel import counted_attention
 
 T = TypeVar("T")
 
@@ -41,11 +44,9 @@ def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
     if len(calls) < 2:
         return [call() for call in calls]
     outer = _CALL.get()
-    cudnn_attention.kept()  # what this thread keeps is found by all calls
-    entered: list[_Call[T]] = []
+    counted_attention.kept()  # what this thread keeps is found by all calls
+    entered = [_Call(call, place) for place, call in enumerate(calls)]
     try:
-        for place, call in enumerate(calls):
-            entered.append(_Call(call, place))
         for each in entered:
             each.resume()
         while waiting := [each for each in entered if not each.has_ended]:
@@ -75,12 +76,28 @@ def present_place() -> int:
     return 0 if call is None else call.place
 
 
+class CallLocal:
+    """Variables of each call, and of each thread outside of calls."""
+
+    def __init__(self) -> None:
+        vars(self)["_values"] = WeakKeyDictionary[greenlet, dict[str, Any]]()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._values.setdefault(getcurrent(), {})[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[getcurrent()][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class _StoppedError(BaseException):
     """Another call has raised, so this one is of no use. No handler of exceptions may keep it."""
 
 
 class _Call(Generic[T]):
-    """A call on a thread that runs only inside `resume` and `stop`."""
+    """A call that runs only inside `resume` and `stop`."""
 
     result: T
 
@@ -88,82 +105,66 @@ class _Call(Generic[T]):
         self.place = place
         self.block: object = None
         """Where it waits."""
-        self.has_ended = False
-        self._error: BaseException | None = None
-        self._is_last = self._is_running = self._is_stopped = False
+        self._is_last = self._is_stopped = False
         self._function = function
-        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        self._num_threads = torch.get_num_threads()  # rounding depends on it
-        self._stream, self._generators = None, [torch.default_generator]
+        self._greenlet = greenlet(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._stream = torch.cuda.current_stream()
-            self._generators.append(torch.cuda.default_generators[self._stream.device_index])
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._states = [each.get_state() for each in self._generators]
-        self._may_run, self._has_paused = threading.Lock(), threading.Lock()
-        self._may_run.acquire()
-        self._has_paused.acquire()
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=[self._run], name=f"turn {place}", daemon=True)
-        self._thread.start()
+        self._switches = [is_enabled() for is_enabled, _ in _SWITCHES]
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._greenlet.dead)
 
     def resume(self, *, is_last: bool = False) -> None:
         """Run until it comes to a block, or ends. Raises: what the call raises."""
         self._is_last = is_last
-        self._switch()
-        if self._error is not None:
-            raise self._error
+        self._exchange_states()
+        try:
+            self._greenlet.switch()
+        finally:
+            self._exchange_states()
 
     def stop(self) -> None:
         """Let it leave, if it has not ended."""
-        if self._is_running:  # the caller was interrupted
-            self._has_paused.acquire()
-        if not self.has_ended:
-            self._is_stopped = True
-            self._switch()
-        self._thread.join()
+        self._is_stopped = True
+        while self._greenlet:
+            with contextlib.suppress(_StoppedError, Exception):
+                self.resume()
 
     def pause(self, block: object) -> bool:
-        """On its thread: let the caller of `resume` go on."""
+        """Let the caller of `resume` go on."""
         if not self._is_stopped:
             self.block = block
-            self._has_paused.release()
-            self._may_run.acquire()
+            self._greenlet.parent.switch()
         if self._is_stopped:
             raise _StoppedError
         return self._is_last
 
-    def _switch(self) -> None:
-        self._exchange_states()
-        self._is_running = True
-        self._may_run.release()
-        self._has_paused.acquire()
-        self._is_running = False
-        self._exchange_states()
-
     def _exchange_states(self) -> None:
-        """PyTorch's own generators, from which some pipelines draw, have states of their own in each call."""
+        """Each call has states of PyTorch's own generators, from which some pipelines draw, its mode, and a
+        choice of attentions (`sdpa_kernel`)."""
         for idx, generator in enumerate(self._generators):
             state, self._states[idx] = self._states[idx], generator.get_state()
             generator.set_state(state)
+        for idx, (is_enabled, enable) in enumerate(_SWITCHES):
+            own, self._switches[idx] = self._switches[idx], is_enabled()
+            if own != self._switches[idx]:
+                enable(own)
 
     def _run(self) -> None:
         _CALL.set(self)
-        self._may_run.acquire()
-        try:
-            if not self._is_stopped:
-                torch.set_num_threads(self._num_threads)
-                if self._stream is not None:  # as GpuDevice.use
-                    driver().use(self._stream.device_index)
-                    torch.cuda.set_stream(self._stream)
-                with torch.inference_mode(self._modes[0]), torch.set_grad_enabled(self._modes[1]):
-                    self.result = self._function()
-        except _StoppedError:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.has_ended = True
-            self._has_paused.release()
+        self.result = self._function()
 
 
+_SWITCHES = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
 _CALL: ContextVar[_Call[Any] | None] = ContextVar("call", default=None)

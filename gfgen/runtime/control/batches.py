@@ -1,8 +1,7 @@
 """Jobs that are alike: batches, which share their steps and nothing else, and jobs with equal calls.
 
-A batch consists of jobs that follow each other in the file, arrive at once, and are equal in all but prompts,
-seeds and files. Each is encoded, prepared, decoded and written by itself, and has its own state, records and
-failures. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
+A batch has jobs that follow each other in the file, arrive at once, and are equal in all but prompts, seeds
+and files. Only their steps go together, as dispatches with consecutive numbers on one rank, each of which
 takes an equal part of the time. Policies see one job of a batch, the leader, when all others have come as
 far.
 """
@@ -30,13 +29,10 @@ _texts = operator.attrgetter("job.spec.prompt", "job.spec.negative_prompt")
 
 @dataclass(slots=True)
 class Forming:
-    """Puts jobs into batches, in the order in which they are added."""
-
     size: int
     _last: list[JobRecord] = field(default_factory=list)
 
     def add(self, record: JobRecord) -> None:
-        """Let a job join the batch of the job before it, or begin one of its own."""
         if self.size == 1 or not record.job.can_join_batch:
             self._last = []
         elif self._last and len(self._last) < self.size and _are_alike(record, self._last[-1]):
@@ -47,10 +43,7 @@ class Forming:
 
 
 def is_to_wait(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch, and the job does not stand for the batch in it.
-
-    The first job of those that are least far does, once nothing of them runs and all have come to a step.
-    """
+    """Whether the next task of a job is a step of a batch for which another job of it stands."""
     if not takes_steps_together(record):
         return False
     index = min(each.first_open_index for each in record.batch)
@@ -59,7 +52,6 @@ def is_to_wait(record: JobRecord) -> bool:
 
 
 def takes_steps_together(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch."""
     return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
 
 
@@ -72,10 +64,7 @@ def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
 
 
 def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
-    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these.
-
-    Their texts differ only if the reason is none of texts, and no such job has come further.
-    """
+    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
     if (task := record.trouble.refused) is None:
         return []
     equals = [each for each in records if each is not record and _call(each) == _call(record)]

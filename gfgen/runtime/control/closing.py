@@ -24,7 +24,6 @@ from gfgen.system.wording import counted, size_in_words
 logger = logging.getLogger(__name__)
 
 CAUTION = 1.1
-"""Predictions leave out waiting, moves and the writing of the file: a tenth more is allowed for."""
 SPACE_S = 2.0
 """Between two looks at the room on the disk."""
 _FIRST_TASK = Task("", 0, Stage.ENCODE)
@@ -76,7 +75,6 @@ class Room:
         return free_bytes - sum(self._sizes(begun=True))
 
     def _sizes(self, *, begun: bool) -> list[int]:
-        """Bytes that files of these jobs may take."""
         records = self._records.values()
         return [each.file_bytes for each in records if (each.progress.next_index > 0) is begun]
 

@@ -49,10 +49,7 @@ class Backend(Protocol):
         """Tasks of these jobs may be submitted from now on."""
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        """Let all ranks hold these models, checkpoints by name, and no others.
-
-        Each rank reports when it does, in about `load_s`. `LoadFailed` reports a model that none can load.
-        """
+        """Let all ranks hold these models, checkpoints by name, and no others; it takes about `load_s`."""
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
         """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""
@@ -70,14 +67,11 @@ class Intake(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What changes a run while it goes on: other jobs, another policy, other models."""
-
     intake: Intake | None = None
     """With an intake the run goes on until it is asked to stop."""
     chooser: Chooser | None = None
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
-    """Finds the policies that the chooser names."""
     free_bytes: Callable[[], int] | None = None
     """What is free on the disk for files."""
     on_turn: Callable[[float], None] | None = None
@@ -187,13 +181,10 @@ class Control:
         self.state.expects_more = self._steering.intake is not None
 
     def schedule(self, job: AdmittedJob) -> None:
-        """Let a job arrive at its time."""
         seed = job.spec.seed if job.info.asked.seed == RANDOM_SEED else None
         self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash, seed))
         if job.spec.timeout_s is not None:
             self.clock.at(events.JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
-
-    # The parts of a turn ------------------------------------------------------------------
 
     def receive(self) -> None:
         """Wait for events, or for the time at which to decide what follows a task, and apply them."""
@@ -289,7 +280,6 @@ class Control:
             self.clock.at(events.Wakeup(room.next_look_s))
 
     def dispatch(self, snapshot: Snapshot) -> list[Dispatch]:
-        """Ask the policy, and start what it decides."""
         dispatches: list[Dispatch] = []
         state, decisions = self.state, self.decider.decide(snapshot)
         decisions = state.sharing.arranged(decisions, snapshot, holds_back=state.holds_back)
@@ -326,8 +316,6 @@ class Control:
                 self._saved.add(job_id)
                 given_up = self.state.jobs.records[job_id].usage.given_up
                 self.backend.save(job_id, next_index=next_index, producer=producer, given_up=given_up)
-
-    # Standing still -----------------------------------------------------------------------
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:
         """All ranks are free, jobs are open and none was started: too late, or the policy's fault.

@@ -12,8 +12,7 @@ from gfgen.errors import PolicyError, PolicyFault, in_one_line
 from gfgen.graph import STEPS, Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.policies.fair_share import shared
-from gfgen.policies.held_patches import with_held_patches
+from gfgen.policies.fair_share import shared, with_held_patches
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Ranks, share_island
@@ -67,7 +66,6 @@ class Decider:
         self.chooser = self._usual_chooser = chooser
         """None after FALLBACK has replaced the policy, until another one is asked for."""
         self._num_changes = 0
-        """Arrivals and ends of jobs so far."""
         self._next_choice = 1
 
     def decide(self, snapshot: Snapshot) -> list[Decision]:
@@ -93,10 +91,7 @@ class Decider:
         return list(itertools.islice(decided, self._num_ranks + 1))
 
     def blame(self, error: BaseException) -> None:
-        """Count a fault; after too many `fcfs` takes over, and the log says so.
-
-        Raises: PolicyFault when it is `fcfs` itself that failed too often.
-        """
+        """Count a fault; after too many `fcfs` takes over. Raises: PolicyFault when it is that one's."""
         self.num_faults += 1
         reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
@@ -116,7 +111,6 @@ class Decider:
             logger.debug("from now on %s decides: %s", event.policy, event.reason)
 
     def note_change(self) -> None:
-        """A job has arrived or ended."""
         self._num_changes += 1
 
     def can_follow(self, choice: Choice) -> bool:
@@ -139,11 +133,7 @@ class Decider:
 
 
 def _ask(policy: Policy, snapshot: Snapshot) -> list[Decision]:
-    """The decisions of a policy; jobs of several owners share the ranks."""
     return list(shared(policy, snapshot) if len(snapshot.served_s) > 1 else policy(snapshot))
-
-
-# What makes a decision illegal --------------------------------------------------------------
 
 
 def check_types(decision: object) -> None:
@@ -169,10 +159,7 @@ def _wrong_type(what: str, value: object, accepted: str, *, job: str = "") -> Po
 def legal_job(
     decision: Decision, *, jobs: Jobs, ranks: Ranks, models: ModelTurns, now_s: float, max_degree: int
 ) -> JobRecord:
-    """The job of a decision, which is judged at the moment of this turn's snapshot.
-
-    Raises: PolicyFault for a task that its job cannot run now, and for ranks that cannot take it.
-    """
+    """The job of a decision. Raises: PolicyFault for what it cannot run, or its ranks cannot take now."""
     check_types(decision)
     task, layout = decision.task, decision.layout
     record = jobs.records.get(task.job_id)

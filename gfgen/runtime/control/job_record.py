@@ -34,7 +34,6 @@ class Progress:
 
     next_index: int = 0
     holder: Layout | None = None
-    """The layout that holds that input, or will when its producer ends."""
     is_held: bool = False
     """All ranks of the holder have lived since: what a rank holds dies with its process."""
     producer: int | None = None
@@ -65,7 +64,6 @@ class Progress:
 class Trouble:
     warnings: list[str] = field(default_factory=list)
     failures: Counter[int] = field(default_factory=Counter)
-    """By task."""
     num_lost_workers: int = 0
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
@@ -92,14 +90,11 @@ class Usage:
     peak_bytes: int | None = None
     """The most that torch had allocated on one of its GPUs."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage."""
     layouts: list[str] = field(default_factory=list)
     """As text, in the order of use, without repeats in a row."""
     last_layout: Layout | None = None
     written: Content | None = None
-    """Its file, once that is there."""
     files: tuple[NamedContent, ...] = ()
-    """All of them, if there are several."""
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each, if only the decode knew them."""
     given_up: GivenUp = NOTHING_GIVEN_UP
@@ -165,12 +160,10 @@ class JobRecord:
 
     @property
     def first_open_index(self) -> int:
-        """The first task that has not ended."""
         return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
 
     @property
     def is_writing(self) -> bool:
-        """Whether its frames are made, and its file is being written."""
         return self.progress.next_index == self.num_tasks and not self.flights
 
     @property
@@ -307,5 +300,4 @@ class JobRecord:
 
 
 def timed_out_after(timeout_s: float) -> str:
-    """Why a job fails whose time is up."""
     return f"timed out {timeout_s:g} s after its arrival"

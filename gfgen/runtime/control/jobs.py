@@ -20,9 +20,8 @@ from gfgen.snapshot import JobView
 NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
-"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
-these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job. Guesses
-that a first measurement has shown to be wrong are renewed at once."""
+"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within these bounds,
+since early measurements change much, and a renewal takes 4 us a job; wrong guesses are renewed at once."""
 
 
 class Jobs:
@@ -41,7 +40,6 @@ class Jobs:
         self.open = OpenJobs()
         self.busy: dict[str, JobView] = {}
         self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
-        """The last arrivals, as they were then."""
         self.writing: set[str] = set()
         self._renewed_s = 0.0
         for job in jobs:
@@ -113,10 +111,7 @@ class Jobs:
             self.place(each)
 
     def place(self, record: JobRecord) -> None:
-        """Move the job's view to where it belongs: open, busy, or out of the policies' sight.
-
-        And the views of its batch: another job of it may lead now.
-        """
+        """Move the job's view, and those of its batch, to where they belong: open, busy, or out of sight."""
         placed, is_alone = [record], len(record.batch) == 1
         if not is_alone:
             others = [each for each in record.batch if each is not record and not each.flights]
@@ -146,10 +141,7 @@ class Jobs:
         ]
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
-        """(next task, dispatch that made its input) of jobs that have begun and not ended.
-
-        Only of jobs that have nothing under way on a rank that lives.
-        """
+        """(next task, dispatch that made its input) of begun jobs with nothing under way on a living rank."""
         return {
             record.job_id: (record.first_open_index, record.progress.last_completed)
             for record in self.records.values()

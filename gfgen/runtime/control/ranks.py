@@ -1,7 +1,4 @@
-"""The ranks of a run, the dispatches on them, and which ranks can take a task.
-
-A flight is a dispatch that has not ended. The next task may be queued behind it shortly before it ends.
-"""
+"""The ranks of a run and the dispatches on them, of which one may be queued shortly before another's end."""
 
 from __future__ import annotations
 
@@ -49,14 +46,10 @@ class Flight:
     opens_s: float = math.inf
     """The same, less an allowance for rounding."""
     late_s: float = 0.0
-    """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
-    and a task queued behind it would wait on a rank that other jobs could use."""
+    """From here on nothing may be queued: a task that is so late would keep it waiting on this rank."""
 
     def set_end(self, view: RunningTask, soonest_s: float) -> None:
-        """Predict this end, and that no rank of it is free before `soonest_s`.
-
-        What follows is decided in time for the soonest end: a decision after the end leaves ranks idle.
-        """
+        """Predict this end, and that no rank is free before `soonest_s`; what follows is decided for that."""
         self.view, end_s = view, view.predicted_end_s
         soonest_s = min(end_s, max(soonest_s, end_s - MAX_EARLY_S))
         self.look_s = soonest_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
@@ -75,9 +68,7 @@ class Flights(dict[int, Flight]):
         super().__init__()
         self._lookahead_s = lookahead_s
         self.unwanted: set[int] = set()
-        """Dispatches to stop that `take_unwanted` has not returned yet."""
         self.last_number = last_number
-        """Of the last dispatch."""
 
     def add(
         self, dispatch: Dispatch, *, soonest_s: float, is_foreseeable: bool, owner: str | None = None
@@ -134,10 +125,8 @@ class RankRecord:
     load_s: float = 0.0
     """How long that is predicted to take."""
     flights: list[Flight] = field(default_factory=list)
-    """A running task, or a batch of steps, and a queued one at most."""
     idle_since_s: float = 0.0
     ended_s: float = 0.0
-    """When its part of the last finished task ended."""
     patches: dict[str, str] = field(default_factory=dict)
     """By model, the patches of the last task that needed its weights."""
     view: RankView | None = None
@@ -145,7 +134,6 @@ class RankRecord:
 
     @property
     def free_at_s(self) -> float:
-        """When all that it was given is predicted to have ended, or has ended."""
         free_s = self.flights[-1].view.predicted_end_s if self.flights else self.idle_since_s
         return free_s + self.load_s if self.is_loading else free_s
 
@@ -164,8 +152,6 @@ class Ranks:
         self.records = [RankRecord(rank) for rank in range(num_ranks)]
         self.islands = tuple(map(tuple, islands or [range(num_ranks)]))
         """Sets of ranks that reach each other's memory."""
-
-    # What a policy and a decision need -------------------------------------------------------
 
     def free(self, ending: Iterable[Flight]) -> Set[int]:
         """Ranks that can take a task: idle ones, and those whose only task is about to end."""
@@ -199,8 +185,6 @@ class Ranks:
         if is_loading or not share_island((*source.ranks, *destination.ranks), self.islands):
             return ()
         return plan_transfers(latents, source=source, destination=destination)
-
-    # What happens to ranks -------------------------------------------------------------------
 
     def take(self, flight: Flight) -> None:
         for rank in flight.dispatch.layout.ranks:
@@ -243,7 +227,6 @@ class Ranks:
         record.is_loading, record.idle_since_s, record.view = False, at_s, None
 
     def lose(self, event: RankLost) -> None:
-        """The rank takes nothing until its successor is ready."""
         rank = self.records[event.rank]
         rank.is_ready, rank.is_loading, rank.view = False, False, None
         rank.is_retired = event.is_retired

@@ -1,15 +1,11 @@
 """Which models are resident where not all of them fit, and when others' turn comes.
 
-Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are
-changed, on all ranks, each after its present task,
+Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are changed,
+on all ranks, each after its present task, when nothing of them can run any more and jobs of others wait, or
+when the last change was so long ago that changes take a hundredth of the time at most; a tenth for a job
+whose deadline or priority comes before those of all jobs that can run. First comes the model of the most
+urgent job, or of one that has waited for a hundred times what a change takes.
 
-- when nothing of them can run any more, and jobs of others wait;
-- when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
-  at most; a tenth for a job whose deadline or priority comes before those of all jobs that can run. Whose
-  model comes first is that of the most urgent job, or of one that has waited for a hundred times what a
-  change takes.
-
-So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
 A change is an event in the journal, so that a replay needs none of this. A model that no rank can load
 (`LoadFailed`) is resident no more; its jobs fail.
 """
@@ -44,18 +40,13 @@ Urgency = tuple[float, float]
 
 
 class _Parked(NamedTuple):
-    """A job that waits for its model."""
-
     urgency: Urgency
     model: str
     since_s: float
 
 
 class ModelTurns:
-    """The resident models, and the jobs of other models, which are parked: policies do not see them.
-
-    If `is_limited` is false all models fit, and no job is parked.
-    """
+    """The resident models, and the parked jobs of others, which policies do not see; `is_limited`: any."""
 
     def __init__(self, resident: Collection[str], *, is_limited: bool, clock: Clock) -> None:
         self._clock = clock
@@ -64,7 +55,6 @@ class ModelTurns:
         self.parked: dict[str, _Parked] = {}
         """By job, the longest first."""
         self.urgent: set[str] = set()
-        """Those of them that have a deadline or a raised priority."""
         self._unloadable: dict[str, tuple[float, str]] = {}
         """By model that no rank could load: until when its jobs fail at once, and why."""
 
@@ -116,8 +106,6 @@ class ModelTurns:
 
 @dataclass(slots=True)
 class _Need:
-    """What a model takes."""
-
     checkpoint: Path
     work_bytes: list[int] = field(default_factory=list)
     """Of the largest of its jobs, as many as may run at once, beside the weights."""
@@ -164,7 +152,6 @@ class Residency(Observer):
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
         self._lacked_bytes = 0
-        """What ranks had to load by the last change."""
 
     @property
     def is_needed(self) -> bool:
@@ -238,10 +225,7 @@ class Residency(Observer):
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
     def _is_first(self, state: _RunState) -> bool:
-        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run.
-
-        Otherwise models would take turns while the jobs of neither are late, and each turn costs time.
-        """
+        """Whether a job that waits has a deadline or a raised priority, and comes before all that can run."""
         turns = state.models
         waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
         running = [
@@ -252,13 +236,11 @@ class Residency(Observer):
         return bool(waiting) and (not running or min(waiting) < min(running))
 
     def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
-        """A model that jobs have waited for so long that more urgent ones come after it."""
         longest = next(iter(turns.parked.values()))
         return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
 
     @property
     def _longest_s(self) -> float:
-        """What the largest model takes to be loaded."""
         return max(self._load_s([model]) for model in self._needs)
 
     def _load_s(self, models: Collection[str]) -> float:
@@ -275,5 +257,4 @@ class Residency(Observer):
         return self._bytes_of(models) + work_bytes <= self._room_bytes
 
     def _bytes_of(self, models: Collection[str]) -> int:
-        """Of their weights; models that are one under two names count once."""
         return sum(self._weights[checkpoint] for checkpoint in {self._needs[m].checkpoint for m in models})

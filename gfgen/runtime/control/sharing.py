@@ -1,10 +1,10 @@
-"""Which jobs take their next step together on a rank, because one read of each block then serves them all.
+"""Which jobs take their next task together on a rank, because one read of each block then serves them all.
 
 This is for models whose blocks are read for each forward (models/streaming). When a policy gives one rank a
-step, open jobs with the same weights that it gives no rank join it. They need not be alike: each computes
-what it computes alone, in a dispatch of its own, and takes an equal part of the time. Each next step is
-decided anew. A policy that ends one job after the other would leave the others without a step to share. So
-before a step of a job without a deadline, jobs that are as urgent come to their first step.
+step, open jobs with the same weights that it gives no rank join it, and so with encodes. They need not be
+alike: each computes what it computes alone, in a dispatch of its own, and takes an equal part of the time.
+Each next task is decided anew. A policy that ends one job after the other would leave the others without a
+step to share. So before a step of a job without a deadline, jobs that are as urgent come to their first step.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from gfgen.snapshot import Decision, Snapshot
 MAX_JOBS = 8
 """Their 16 forwards of a guided 1024x1024 picture compute a block of Qwen-Image for 37 ms, three times as
 long as a read from host memory takes. More would keep more activations, and let the first file wait."""
-MAX_COMPUTED = 1.25
+MAX_COMPUTED = 1.1
 """A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
+SHARED = (Stage.ENCODE, Stage.DENOISE)
+"""Text encoders are streamed before transformers, and compute for milliseconds."""
 
 
 class Sharing:
-    """The shared steps of a run; `reads_s` is that of `RunStart`."""
+    """The shared steps of a run."""
 
-    def __init__(
-        self, reads_s: Mapping[str, float], records: Mapping[str, JobRecord], costs: CostModel
-    ) -> None:
-        self._reads_s, self._records, self._costs = reads_s, records, costs
+    def __init__(self, records: Mapping[str, JobRecord], costs: CostModel) -> None:
+        self._reads_s, self._records, self._costs = costs.reads_s, records, costs
         self._joining: dict[str, list[str]] = {}
         """By job that a policy gives a rank for a step in this turn: the jobs that join it."""
 
@@ -63,16 +63,18 @@ class Sharing:
             if (lead := self._leader(decision)) is None:
                 return decision
             most = min(MAX_JOBS, math.ceil(numbers[lead.model] / num_ranks))  # each rank gets some
-            alike = [x for x in waiting if (x.model, x.patches) == (lead.model, lead.patches)]
-            mates = [view for view in alike if self._may_share(self._records[view.job_id])]
+            mates = [x for x in waiting if (x.model, x.patches) == (lead.model, lead.patches)]
+            mates = [view for view in mates if self._may_share(self._records[view.job_id])]
             urgency = -lead.job.spec.priority  # jobs of less do not slow it down
-            steps = [x for x in mates if x.next_task.stage is Stage.DENOISE and x.precedence <= urgency]
-            joining, has_room = steps[: most - 1], len(steps) < most - 1
+            stage = decision.task.stage
+            alike = [x for x in mates if x.next_task.stage is stage and x.precedence <= urgency]
+            joining, has_room = alike[: most - 1], len(alike) < most - 1
             early = [x for x in mates if x.next_task.index < FIRST_STEP and x.precedence == urgency]
-            for view in early if has_room and lead.deadline_s == math.inf else ():
+            may_wait = stage is Stage.DENOISE and has_room and lead.deadline_s == math.inf
+            for view in early if may_wait else ():
                 if not holds_back(earlier := Decision(view.next_task, decision.layout)):
                     waiting.remove(view)
-                    return earlier
+                    return arrange(earlier)
             if not self._is_late(lead, 1 + len(joining), now_s=snapshot.now_s):
                 self._joining[lead.job_id] = [view.job_id for view in joining]
                 waiting[:] = [view for view in waiting if view not in joining]
@@ -84,7 +86,7 @@ class Sharing:
         """The other jobs whose next steps run with this decision: of its batch, or with shared reads."""
         if len(record.batch) > 1:
             return batch_peers(record) if decision.layout.degree == 1 else ()
-        if record.model not in self._reads_s or decision.task.stage is not Stage.DENOISE:
+        if record.model not in self._reads_s or decision.task.stage not in SHARED:
             return ()
         peers = [self._records[job_id] for job_id in self._joining.get(record.job_id, ())]
         for each in (record, *peers):
@@ -93,17 +95,20 @@ class Sharing:
 
     def class_of(self, record: JobRecord, dispatch: Dispatch) -> CostClass:
         """The class in which a task has run; its job may be in another one by now."""
-        is_step = dispatch.task.stage is Stage.DENOISE and record.model in self._reads_s
+        is_shared = dispatch.task.stage in SHARED and record.model in self._reads_s
         number = len(dispatch.batch or "1")
-        return self._costs.class_of(record.job, batch=number) if is_step or number > 1 else record.cost_class
+        is_own = is_shared or number > 1
+        return self._costs.class_of(record.job, batch=number) if is_own else record.cost_class
 
     def _leader(self, decision: Decision) -> JobRecord | None:
-        """The job of a decision if others can share its step, and gain by it as far as predictions say."""
-        record = self._records.get(decision.task.job_id)
-        is_step = decision.task.stage is Stage.DENOISE and decision.layout.degrees == ALONE
-        if record is None or not is_step or not self._may_share(record):
+        """The job of a decision if others can share its task, and gain by it as far as predictions say."""
+        record, stage = self._records.get(decision.task.job_id), decision.task.stage
+        is_alone = stage in SHARED and decision.layout.degrees == ALONE
+        if record is None or not is_alone or not self._may_share(record):
             return None
-        kind, limit_s = (record.cost_class, Stage.DENOISE, ALONE), MAX_COMPUTED * self._reads_s[record.model]
+        if stage is Stage.ENCODE:
+            return record
+        kind, limit_s = (record.cost_class, Stage.DENOISE, ALONE), MAX_COMPUTED * record.cost_class.reads_s[0]
         return record if self._costs.ends_after_s(*kind)[0] <= limit_s else None
 
     def _may_share(self, record: JobRecord) -> bool:

@@ -1,8 +1,4 @@
-"""The only mutable truth of a run: jobs, ranks, dispatches, resident models and closing time.
-
-The state decides what is legal and changes on events alone. Each of its parts keeps one subject. The state
-applies events to them, and gives policies a frozen snapshot that costs what has changed since the last one.
-"""
+"""The only mutable truth of a run, which changes on events alone; policies get frozen snapshots of it."""
 
 from __future__ import annotations
 
@@ -52,6 +48,7 @@ class State:
         self.clock = clock
         self._costs = costs
         costs.price_first_uses(start.first_use_s, start.warm)
+        costs.reads_s = start.reads_s
         self._is_looking_ahead = start.lookahead_s > 0
         self._num_writers = start.num_writers
         self.models = ModelTurns(
@@ -67,14 +64,11 @@ class State:
         )
         self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
-        self.sharing = Sharing(start.reads_s, self.jobs.records, costs)
+        self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
-        """The most ranks that one task can use."""
         self._job_costs = JobCosts(self.jobs.records, costs)
         self.expects_more = False
         """Jobs may still be added: that all have ended does not finish the run."""
-
-    # What the control loop asks -----------------------------------------------------------
 
     @property
     def finished(self) -> bool:
@@ -98,10 +92,7 @@ class State:
         return not self.flights and not self.closing.going_on(self.jobs.open, now_s=self.clock.turn_s)
 
     def choice(self) -> Snapshot | None:
-        """The snapshot if a policy has something to decide: some job is open and some rank can take it.
-
-        Renews predictions, here alone: what a policy sees does not depend on whether observers looked.
-        """
+        """The snapshot if a policy has something to decide. Renews predictions, as nothing else does."""
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         free = self.ranks.free(ending)
@@ -139,10 +130,7 @@ class State:
         )
 
     def snapshot_of_traffic(self, load_s: Mapping[str, float] | None = None) -> Snapshot:
-        """The same, with all that looks ahead need; `load_s` by model that ranks do not hold.
-
-        What a policy sees later does not depend on whether somebody looked ahead: a replay does not.
-        """
+        """The same for looks ahead; `load_s` by model. It does not change what policies see later."""
         recent = self.jobs.recent
         records = ChainMap(dict(self.jobs.records), {record.job_id: record for record, _ in recent})
         own, places = self.jobs.records, {model: place for place, model in enumerate(self.models.wanted())}
@@ -161,11 +149,7 @@ class State:
         )
 
     def holds_back(self, decision: Decision) -> bool:
-        """Whether a decode has to wait for files that are under way, or a job for room for its own.
-
-        Files under way end whatever the policy does, and the policy is asked again then: so nothing waits
-        for ever. The ranks stay idle meanwhile: other jobs on them would come to their decode, too, and wait.
-        """
+        """Whether a decode has to wait for files that are under way, or a job for room for its own."""
         task = decision.task if isinstance(decision, Decision) else None
         if not isinstance(task, Task):
             return False
@@ -179,10 +163,7 @@ class State:
         )
 
     def begin(self, decision: Decision) -> list[Dispatch]:
-        """Register a decision as the next dispatches: one, or one for each job of a batch or shared step.
-
-        Raises: PolicyFault when it is illegal; nothing has changed then.
-        """
+        """Register a decision as the next dispatches, one for each job. Raises: PolicyFault."""
         record = legal_job(
             decision,
             jobs=self.jobs,
@@ -250,8 +231,6 @@ class State:
         progress.begin(task.index, layout, number)
         self.jobs.place(record)
         return dispatch
-
-    # What events do -----------------------------------------------------------------------
 
     def apply(self, event: Event) -> Iterable[JobOutcome]:
         """Change by one event; returns the jobs that have ended by it."""
@@ -327,10 +306,6 @@ class State:
         return flight, record
 
     def _renew_ends_behind(self, flight: Flight, record: JobRecord) -> None:
-        """A task that waited for this one, or for its ranks, begins now that this one has really ended.
-
-        Otherwise the errors of predictions would add up from step to step.
-        """
         places = [self.ranks.records[rank] for rank in flight.dispatch.layout.ranks]
         waiting = [*record.flights[:1], *[first for place in places for first in place.flights[:1]]]
         for other in dict.fromkeys(waiting):
@@ -406,7 +381,6 @@ class State:
         return self._end(record, error=None)
 
     def _rank_lost(self, event: events.RankLost) -> None:
-        """Its worker is gone; WorkerError when no rank is left."""
         self.ranks.lose(event)
         self.jobs.forget_held(event.rank)
         again = "it stays away" if event.is_retired else "a new worker is started"
@@ -437,7 +411,6 @@ class State:
         return ended
 
     def _settle(self, record: JobRecord) -> Iterable[JobOutcome]:
-        """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
         if record.trouble.doom and not record.flights and not record.is_writing:
             return self._end(record, error=record.trouble.doom)
         if record.trouble.doom:

@@ -1,8 +1,4 @@
-"""Admission: turn the jobs of a job file into jobs as they run, before anything starts.
-
-The model's geometry fills in defaults, rounds sizes as its pipeline does, and refuses what the model does not
-support. Admission collects all problems of all jobs, so that you fix a file once.
-"""
+"""Admission: turn the jobs of a job file into jobs as they run, or collect all of their problems."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
+from gfgen.models.geometry.rules import evaluations_key
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
@@ -37,6 +34,8 @@ class AdmittedJob:
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
+    num_reads: tuple[int, int] = (1, 1)
+    """How often a step reads streamed blocks: on one rank, and with a rank for each branch."""
     has_nominal_flops: bool = False
     """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
     twin: str | None = None
@@ -102,8 +101,6 @@ def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that jobs of this run use."""
-
     name: str
     checkpoint: Path
     geometry: Geometry
@@ -111,16 +108,9 @@ class ResolvedModel:
 
 
 def admit(
-    specs: Iterable[JobSpec],
-    *,
-    default_model: str,
-    find_model: Callable[[str], ResolvedModel],
+    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that can run, and all problems of the others.
-
-    `find_model` raises ModelError for a name without a usable checkpoint. Each name is looked up once and
-    makes at most one problem, at its first line.
-    """
+    """The jobs that can run, and all problems of the others; one for each name that `find_model` refuses."""
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
     alike: dict[tuple[str, str, bool], AdmittedJob] = {}
@@ -171,10 +161,6 @@ def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Pro
 def _admit_one(
     spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str, bool], AdmittedJob]
 ) -> AdmittedJob:
-    """The job; `alike` caches the first job of each model and shape, with and without room for outputs.
-
-    Raises: JobError with the problems of its fields and of its file's name.
-    """
     geometry, asked = model.geometry, with_defaults(spec, model=model.name)
     problems: list[Problem] = []
     run, file = asked, ""
@@ -214,6 +200,7 @@ def _admit_one(
                 max_ulysses_degree=geometry.num_heads,
                 max_decode_degree=geometry.num_latent_rows(run),
             ),
+            num_reads=_num_reads(geometry, run),
             has_nominal_flops=isinstance(geometry, PipelineGeometry),
             twin=twin_of(geometry, run),
         )
@@ -221,3 +208,11 @@ def _admit_one(
     if has_own_artifacts:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
+
+
+def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
+    """`AdmittedJob.num_reads`; Wan and Qwen-Image read once for both branches."""
+    own = geometry if isinstance(geometry, PipelineGeometry) else None
+    number = 2 if evaluations_key(spec, own.scheduler_class if own else None) else 1
+    are_apart = own and own.signature.calls_branches_apart and own.is_guided(spec)
+    return number * (2 if are_apart else 1), number

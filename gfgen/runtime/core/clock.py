@@ -1,8 +1,4 @@
-"""Time since the start of a run, and scheduled events.
-
-One class serves wall time and virtual time: a wall clock reads the machine's monotonic clock, and a virtual
-one stands still until it is advanced.
-"""
+"""Time since the start of a run, and scheduled events: wall time, or virtual time that is advanced."""
 
 from __future__ import annotations
 
@@ -36,14 +32,11 @@ _KIND_ORDER = (
     events.GraceOver,
     events.Wakeup,
 )
-"""Order of simultaneous events: ends come before beginnings, so that a rank that becomes free at the moment
-of an arrival can take that job."""
+"""Order of simultaneous events: ends first, so that a rank that becomes free can take an arriving job."""
 _KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
 class Clock:
-    """Seconds since the start of the run, and scheduled events."""
-
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
         self.started_at = 0.0 if virtual else time.time()
@@ -51,11 +44,7 @@ class Clock:
         self._virtual_s = 0.0
         self._has_turned = False
         self.turn_s = 0.0
-        """The moment for which this turn of the loop decides.
-
-        It stands still while a policy runs, so decisions are checked against the snapshot that they were made
-        from, and the journal's record of it is enough to replay them.
-        """
+        """The moment for which this turn decides: that of the snapshot, and of the journal's record of it."""
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
         self.look_s = math.inf
@@ -95,7 +84,6 @@ class Clock:
         return released
 
     def advance(self, to_s: float) -> None:
-        """Advance virtual time; it never goes back."""
         assert self._epoch_s is None, "wall time passes by itself"
         self._virtual_s = max(self._virtual_s, to_s)
         if not self._has_turned:

@@ -1,8 +1,4 @@
-"""Choose the devices of a run: all GPUs if there are any, otherwise CPU ranks.
-
-The parent of all ranks never touches CUDA. If the system shows signs of a GPU, a short child process asks the
-driver.
-"""
+"""Choose the devices of a run, GPUs if a child process finds any: the parent never touches CUDA."""
 
 from __future__ import annotations
 
@@ -62,10 +58,7 @@ class Devices:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of its GPU for each rank, or of main memory for all CPU ranks; None without a limit.
-
-        The smallest GPU counts. Ranks that share a GPU get equal parts of its memory.
-        """
+        """Bytes of the smallest GPU for each of its ranks, or for all CPU ranks; None: no limit."""
         limits = [] if self.memory_limit is None else [self.memory_limit]
         found = min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
         return None if found is None else found // self.ranks_per_gpu
@@ -83,10 +76,7 @@ class Devices:
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that reach each other's memory; each rank is in one.
-
-        A layout stays within an island. A job moves between islands through main memory.
-        """
+        """Sets of ranks that reach each other's memory. A layout stays within one."""
         islands: list[list[int]] = []
         for rank in range(self.num_ranks):
             reached = (island for island in islands if all(self._reach(rank, other) for other in island))
@@ -114,10 +104,7 @@ def choose_devices(
     ranks_per_gpu: int = 1,
     find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
-    """The devices for --device, --ranks, --memory and --ranks-per-gpu, each of them optional.
-
-    Raises: InputError if there are fewer GPUs than requested.
-    """
+    """The devices of these options, each of them optional. Raises: InputError if there are fewer GPUs."""
     find = find or (lambda: find_gpus(must_ask=kind == CUDA))
     gpus: Sequence[Gpu] = () if kind == CPU else find()
     if not gpus:
@@ -140,10 +127,7 @@ def choose_devices(
 
 
 def parse_memory(text: str, *, option: str = "--memory") -> int:
-    """Bytes of a size like "40GB" or "500 MB".
-
-    Raises: InputError if the text is not a size.
-    """
+    """Bytes of a size like "40GB" or "500 MB". Raises: InputError if the text is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)B?", text.strip())
     size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
     if size < MIN_MEMORY_BYTES:
@@ -152,10 +136,7 @@ def parse_memory(text: str, *, option: str = "--memory") -> int:
 
 
 def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
-    """The GPUs that the driver gives this process; none if torch cannot use them.
-
-    must_ask: ask the driver even if the system shows no sign of a GPU.
-    """
+    """The GPUs that torch can use; `must_ask`: ask the driver even if the system shows no sign of one."""
     if not must_ask and not any(os.path.exists(sign) for sign in _SIGNS):
         return ()
     if _is_torch_for_cpus():

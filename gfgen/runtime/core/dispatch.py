@@ -66,5 +66,4 @@ class Dispatch:
 
     @property
     def ranks_involved(self) -> set[int]:
-        """The ranks that run it and those that send state for it."""
         return {*self.layout.ranks, *(transfer.source for transfer in self.transfers)}

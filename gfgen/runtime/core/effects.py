@@ -1,8 +1,4 @@
-"""The rule of admission: each field, tensor, token and channel of a job acts, is refused, or is warned about.
-
-What is refused is a `Problem`. Anything else that does not act as written is a `Warned` among
-`JobInfo.warnings`, which `gfgen check`, the log, the manifest, HTTP and the page show.
-"""
+"""The rule of admission: all of a job acts as written, is a `Problem`, or among its `warnings`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""All events of a run. The state changes only on events.
-
-`time_s` counts from the start of the run. Events have a total order: the order of receipt, and (time_s, kind,
-number) among events that a clock releases together. So a simulated run is the same every time.
-"""
+"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number)."""
 
 from __future__ import annotations
 
@@ -98,7 +94,6 @@ class TaskDone(Event):
 
     dispatch: int
     times: tuple[RankTimes, ...]
-    """By slot of its layout."""
 
     @property
     def started_s(self) -> float:
@@ -132,11 +127,7 @@ class TaskDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):
-    """A dispatch has failed, and all of its ranks have left it.
-
-    The task raised on a rank, a worker died (`lost`), or the dispatch was given up because something that it
-    depends on failed (`void`).
-    """
+    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
 
     dispatch: int
     reason: str
@@ -153,7 +144,6 @@ class OutputWritten(Event):
     size_bytes: int
     write_s: float
     writer: int = 0
-    """Index of the writer process."""
     sha256: str | None = None
     """In hex."""
     files: tuple[NamedContent, ...] = ()
@@ -172,10 +162,7 @@ class OutputFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class FramesLost(Event):
-    """A decode has run, but its frames did not reach the writer: it runs again.
-
-    The rank failed to copy them, or its worker died (`lost`).
-    """
+    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
 
     job_id: str
     reason: str

@@ -1,7 +1,4 @@
-"""What a run was worth: latencies, deadlines, and what the ranks did with their time.
-
-Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder has any number of them.
-"""
+"""Latencies, deadlines and what ranks did, as sums: a run may have any number of jobs."""
 
 from __future__ import annotations
 
@@ -102,7 +99,6 @@ class Summary:
 
     @property
     def jobs_per_min(self) -> float:
-        """Throughput of jobs that are done."""
         return 60 * self.num_done / self.makespan_s if self.makespan_s > 0 else 0.0
 
     def lines(self) -> list[str]:
@@ -195,7 +191,6 @@ class Summary:
         return ", ".join([f"{self.num_done} done", *others])
 
     def _memory_taken(self) -> str:
-        """At most, on any rank."""
         host = f"{size_in_words(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
         peaks = self.device_peaks
         if not peaks:
@@ -220,7 +215,6 @@ class Metrics(Observer):
     def __init__(self) -> None:
         self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = 0
         self._num_ended: Counter[str] = Counter()
-        """By status."""
         self._failures: list[str] = []
         self._latencies = _Latencies()
         self._num_due: Counter[str] = Counter()
@@ -297,10 +291,7 @@ class Metrics(Observer):
 
 
 class _Latencies:
-    """Of the jobs that are done: all of the first MAX_LATENCIES, then a random sample of that size.
-
-    Source: Vitter, "Random sampling with a reservoir" (1985), algorithm R.
-    """
+    """The first MAX_LATENCIES, then a random sample (Vitter, "Random sampling with a reservoir", 1985)."""
 
     def __init__(self) -> None:
         self.num_jobs = 0

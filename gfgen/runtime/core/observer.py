@@ -1,8 +1,4 @@
-"""Observers of a run: manifest, trace, metrics, progress. They decide nothing.
-
-`RunView` is what a run does now. One is kept by the events of a run for all observers that show it, and the
-HTTP process keeps another by the same events.
-"""
+"""Observers of a run, which decide nothing; its events keep `RunView`, what it does now, for them."""
 
 from __future__ import annotations
 
@@ -33,7 +29,6 @@ class JobInfo:
     """As run: rounded, with defaults filled in."""
     num_tasks: int
     file: str
-    """Name of its output in the output folder."""
     spec_hash: str
     family: str
     job_file: str | None = None
@@ -78,13 +73,10 @@ class JobOutcome:
     ended_s: float = 0.0
     deadline_s: float | None = None
     busy_s: float = 0.0
-    """Time on ranks, summed over its tasks."""
     layouts: tuple[str, ...] = ()
-    """In order of use, without consecutive repeats."""
     error: str | None = None
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
-    """Seconds by stage."""
     written: Content | None = None
     """Its file as written, the first one if there are several; None if there is none."""
     files: tuple[NamedContent, ...] = ()
@@ -161,7 +153,6 @@ class Observer:
 class RankState:
     rank: int
     node: str | None = None
-    """On a cluster."""
     phase: RankPhase = "starting"
     num_restarts: int = 0
     queue: list[int] = field(default_factory=list)
@@ -180,13 +171,11 @@ class RunView(Observer):
 
     def __init__(self) -> None:
         self.policy = ""
-        """As requested."""
         self.policy_change: events.PolicyChanged | None = None
         """The last one since that request."""
         self.is_stopping = False
         self.open: dict[str, JobInfo] = {}
         self.started: dict[str, Dispatch] = {}
-        """The last dispatch of each open job that has one."""
         self.num_jobs = 0
         self.num_ended: Counter[str] = Counter()
         """By status; skipped jobs are no jobs of the run."""

@@ -13,8 +13,7 @@ from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
 JobKind = tuple[str, str, int, int]
-"""Model, shape, number of tasks and of approximate steps: jobs of one kind that have not started have equal
-durations."""
+"""Model, shape, tasks, approximate steps: jobs of one kind that have not started have equal durations."""
 
 MAX_ORDERS = 4
 """Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""
@@ -54,7 +53,6 @@ class OpenJobs:
 
     @property
     def unbegun_kinds(self) -> Set[JobKind]:
-        """The kinds of jobs that have not started."""
         return self._num_unbegun.keys()
 
     def put(self, view: JobView) -> None:
@@ -67,7 +65,6 @@ class OpenJobs:
         self._note(view.job_id)
 
     def discard(self, job_id: str) -> None:
-        """Remove a job, if it is open."""
         view = self._views.pop(job_id, None)
         if view is None:
             return
@@ -80,27 +77,18 @@ class OpenJobs:
         self._note(job_id)
 
     def renew(self, view_of: Callable[[str], JobView]) -> None:
-        """Replace every view; the order of opening stays."""
         self.generation += 1
         self._orders.clear()
         for job_id in self._views:
             self._views[job_id] = view_of(job_id)
 
     def frozen(self) -> dict[str, JobView]:
-        """The views by id, for a snapshot; later changes apply to a copy.
-
-        This object keeps the copy, because it has no gaps: copying a dictionary without gaps is five times
-        faster than copying one with many removed entries.
-        """
+        """The views by id. This keeps the copy, which has no gaps: the next copy is five times faster."""
         views, self._views = self._views, self._views.copy()
         return views
 
     def sorted(self, key: SortKey) -> list[JobView]:
-        """A new list of the views, smallest key first, ties in the order of opening.
-
-        The order is maintained between calls, so a call costs only the changes. The key is a policy's
-        function and may raise; its order is then dropped.
-        """
+        """A new list, smallest key first, ties in the order of opening; maintained between calls."""
         order = self._orders.pop(key, None) or _SortedViews(key, changed=set(self._views))
         order.catch_up(self._views, self._numbers)
         if len(self._orders) >= MAX_ORDERS:

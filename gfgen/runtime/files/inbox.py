@@ -1,11 +1,7 @@
 """A watched folder: runs the jobs of each job file once, as it arrives.
 
-A file is identified by its name and content. The output folder records which files were taken. After
-a restart, unfinished jobs of those files continue. Finished jobs do not run again, even if their
-outputs were moved away.
-
-A thread scans the folder, so that reading a long file does not delay running jobs. The control loop
-fetches new jobs with `take`, and reports which jobs have ended.
+A file is known by its name and content, so that after a restart only unfinished jobs run. A thread scans the
+folder. The control loop fetches new jobs with `take`, and reports which jobs have ended.
 """
 
 from __future__ import annotations
@@ -71,8 +67,6 @@ class _WatchedJob:
 
 @dataclass(eq=False)
 class Inbox(Observer):
-    """The job files of a folder and the status of their jobs."""
-
     folder: Path
     _: KW_ONLY
     output_dir: Path
@@ -82,7 +76,6 @@ class Inbox(Observer):
     overwrite: bool = False
     named_at: float | None = None
     now: Callable[[], float] = time.time
-    """Unix time."""
 
     def __post_init__(self) -> None:
         self._manifest = GrowingManifest(self.output_dir / MANIFEST_NAME)
@@ -109,10 +102,7 @@ class Inbox(Observer):
         self._thread.start()
 
     def take(self) -> list[AdmittedJob]:
-        """The jobs that have arrived since the last call.
-
-        Raises: the error that ended the watching thread, such as OutputError on a full disk.
-        """
+        """The jobs that have arrived since the last call. Raises: the error that ended the thread."""
         jobs: list[AdmittedJob] = []
         while not self._found.empty():
             found = self._found.get()
@@ -143,7 +133,6 @@ class Inbox(Observer):
             self._found.put(error)
 
     def look(self) -> list[AdmittedJob]:
-        """The jobs of complete files that were not taken before."""
         jobs: list[AdmittedJob] = []
         for path in self._complete_files():
             try:
@@ -252,7 +241,6 @@ class Inbox(Observer):
         return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
-        """The jobs of the file that can run here, and the problems of the others."""
         parsed = read_job_stream(
             io.BytesIO(content), source=path.name, folder=self.folder, suffix=path.suffix
         )
@@ -263,10 +251,7 @@ class Inbox(Observer):
         return jobs, [*parsed.problems, *refused, *filter(None, clashes)]
 
     def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
-        """The problem if another job has the id or the output file of this one.
-
-        A file that replaces one of the same name may change jobs that have ended.
-        """
+        """The problem if another job, unless it has ended and is replaced, has this one's id or output."""
         job_key = name_key(job.job_id)
         line, known = job.spec.line, self._known.get(job_key)
         owner = self._owners.get(name_key(job.info.file), job_key)
@@ -309,7 +294,6 @@ class Inbox(Observer):
         return {job.job_id for job in jobs if not self._is_known(job) and not has_ended(job)}
 
     def _is_known(self, job: AdmittedJob) -> bool:
-        """Whether this very job is at work, or done."""
         known = self._known.get(name_key(job.job_id))
         return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
 
@@ -342,10 +326,6 @@ def _is_job_file(name: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None, with a report, when it is too large.
-
-    Raises: OSError when it cannot be read.
-    """
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) <= MAX_FILE_BYTES:

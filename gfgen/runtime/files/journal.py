@@ -1,12 +1,9 @@
 """The journal of a run: every event in the order in which it was applied, one JSON per line.
 
-Its first line names the format's version, the policy with its options, ranks and guard, the jobs by
-number and hash, the profile that predictions started from by its hash, and the jobs that an earlier
-run had begun. Each event has the number of the turn of the loop that brought it: events of one turn
-were applied together, before the policy was asked once. A turn ends with a line that tells its moment, and
-what was dispatched if the policy was asked. With the job file that is all that a run's decisions
-depended on, so that it can be replayed. Journals of earlier gfgen have no such lines, and version 1 has an
-entry for each rank of a dispatch; `tests/journal_reader.py` reads all of them.
+Its first line names format, policy, ranks, guard, jobs, the profile by its hash, and jobs that an earlier run
+had begun. Events of one turn have its number, and were applied before the policy was asked once; a line with
+its moment and dispatches ends the turn. With the job file that is all that decisions depended on, so it can
+be replayed. `tests/journal_reader.py` reads earlier versions, too.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from gfgen.system.linefile import LineFile
 logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
-"""In the output folder."""
 VERSION = 2
 READABLE = (1, VERSION)
 """Versions that one file may contain."""
@@ -50,11 +46,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Journal:
-    """Appends events to a file, and writes them at the end of each turn.
-
-    Opening and flushing raise OutputError on a full disk, or when the file was removed. Then the run must
-    stop.
-    """
+    """Appends events to a file at the end of each turn. Raises: OutputError; then the run must stop."""
 
     def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
         _move_away_foreign(path)
@@ -75,10 +67,7 @@ class Journal:
         self._pending.append(_encode(entry))
 
     def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:
-        """Write the events of the turn, if any, and its dispatches, unless the policy was not asked.
-
-        `moment_s` is the time of its decisions.
-        """
+        """Write the turn's events, and its dispatches, decided at `moment_s`, if the policy was asked."""
         if dispatches is None and not self._pending:
             return
         made = ""
@@ -95,7 +84,6 @@ class Journal:
             self._lines.append(content.encode("ascii"))
 
     def close(self) -> None:
-        """Write the events of an interrupted turn, and close the file."""
         try:
             self.flush()
         except OutputError as error:
@@ -125,11 +113,7 @@ def journal_header(
     job_file: str | None = None,
     claimed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a run starts from; `jobs_hash` covers the ids and spec hashes in their order.
-
-    `profile` is `Profile.hash`, `job_file` the job file or the watched folder, `claimed` what later runs
-    need to give the same names (ownership.py).
-    """
+    """What a run starts from: `jobs_hash` of ids and spec hashes, `claimed` for the names of later runs."""
     return {
         "policy": policy,
         "jobs": len(jobs),
@@ -148,10 +132,7 @@ def jobs_hash(jobs: Sequence[JobInfo]) -> str:
 
 
 def first_arrivals(path: Path, *, forced_from: int | None = None) -> dict[tuple[str, str], float]:
-    """Unix time at which each job, by (id, spec hash), first arrived, in any run of this journal.
-
-    With `forced_from`, in the runs of this --force. Skips lines that it cannot read.
-    """
+    """Unix time of the first arrival of each (id, spec hash), in all runs or those since `forced_from`."""
     found: dict[tuple[str, str], float] = {}
     for started_at, entry in arrivals(path, forced_from=forced_from):
         found.setdefault((entry["job_id"], entry["spec_hash"]), started_at + entry["time_s"])

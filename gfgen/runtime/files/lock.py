@@ -1,10 +1,8 @@
 """The lock of an output folder: one run at a time writes there.
 
-The run, its workers and its writers keep the lock's descriptor open. The kernel releases the lock when the
-last of them ends, in whatever way. So a file that a killed run left behind does not block the next run.
-
-Some file systems have no such locks (Lustre, some NFS). There a lock of the run's process alone replaces it,
-or a name in this machine's kernel, which does not keep out runs of other machines.
+The run and its processes keep the lock's descriptor open; the kernel releases it when the last of them ends.
+Where there are no such locks (Lustre, some NFS), a lock of the run's process alone replaces it, or a name in
+this machine's kernel, which does not keep out runs of other machines.
 """
 
 from __future__ import annotations
@@ -35,19 +33,13 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The content of the lock file: the process of a run."""
-
     pid: int
     since: str
 
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[int]:
-    """Keep other runs out of this folder.
-
-    Yields the lock's descriptor. The next run cannot start while any process holds it.
-    Raises: LockedError when another run holds the folder, or processes of a killed run do not end.
-    """
+    """Keep other runs out while any process holds the descriptor that this yields. Raises: LockedError."""
     path = folder / LOCK_NAME
     fd, held = _lock(path)
     try:
@@ -169,7 +161,6 @@ def _write_note(fd: int) -> None:
 
 
 def _read_note(fd: int) -> Holder | None:
-    """None when the holder has left no note."""
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
         return Holder(int(note["pid"]), str(note["since"]))

@@ -1,7 +1,4 @@
-"""The manifest: one line per job that has ended, in manifest.jsonl of the output folder.
-
-gfgen only appends lines, and the latest line of a job counts. A skipped job gets no new line.
-"""
+"""manifest.jsonl of the output folder: a line per job that has ended, of which the latest one counts."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ def ended_at(line: ManifestLine) -> float:
 
 
 def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
-    """The latest line of each job after `start` bytes; empty when there is no manifest.
-
-    Torn or invalid lines, and lines of another version, are skipped with a warning: their jobs run again.
-    """
+    """The latest line of each job after `start` bytes; skips, with a warning, what it cannot read."""
     return {entry["id"]: entry for entry in _entries(read_from(path, start=start), path, first=1)}
 
 
@@ -157,7 +151,6 @@ def read_files(path: Path) -> dict[str, ManifestLine]:
 
 
 def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
-    """A line for each file of a job."""
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 
@@ -180,7 +173,6 @@ class GrowingManifest:
 
 
 def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
-    """The valid lines of a part of a manifest that starts with line `first`."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         try:
             entry = json.loads(line)
@@ -202,10 +194,7 @@ def check_own(path: Path) -> None:
 
 
 def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool:
-    """Whether a job need not run again: `entry`, its latest line, says so, and its files are there.
-
-    The line says done with the same spec hash and file names, and the files have their recorded sizes.
-    """
+    """Whether `entry` says done with this spec hash and names, and the files are there in their sizes."""
     if entry is None or entry.get("status") != "done" or entry.get(SIMULATED):
         return False
     files = of_each_file(entry)

@@ -1,8 +1,4 @@
-"""The metadata of an output file: prompt, seed and parameters.
-
-A file has them twice: as text that other tools read (`parameters_text`), and as JSON for
-`outputs.read_metadata`. The JSON is a line of a job file, so only the text has versions and weights.
-"""
+"""The metadata of an output file: as text that other tools read, and as JSON, a line of a job file."""
 
 from __future__ import annotations
 
@@ -39,12 +35,7 @@ def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
 def parameters_text(
     metadata: Metadata, *, size: tuple[int, int] | None = None, place: tuple[int, int] | None = None
 ) -> str:
-    """Prompt, negative prompt and `Name: value` pairs, as image tools show them.
-
-    size: width and height as made; place: the picture's number among those of its call, and theirs.
-
-    Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for, and its `quote`.
-    """
+    """Prompts and `Name: value` pairs as AUTOMATIC1111's web UI has them; `place`: number and count."""
     lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):
         lines.append(f"Negative prompt: {metadata['negative_prompt']}")
@@ -67,7 +58,6 @@ def title_of(metadata: Metadata) -> str:
 
 
 def to_json(metadata: Metadata) -> str:
-    """The fields of the job."""
     fields = {name: value for name, value in metadata.items() if name != _WEIGHTS}
     return json.dumps(fields, ensure_ascii=False)
 
@@ -87,16 +77,12 @@ def clean(metadata: Metadata) -> Metadata:
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:
-    """Tags in ffmpeg's text format, for a file, because an argument has at most 128 KB.
-
-    Source: https://ffmpeg.org/ffmpeg-formats.html#Metadata-1
-    """
+    """Tags in ffmpeg's text format (ffmpeg-formats.html#Metadata-1): an argument has at most 128 KB."""
     escaped = {name: re.sub(r"([=;#\\\n])", r"\\\1", value) for name, value in tags.items()}
     return ";FFMETADATA1\n" + "".join(f"{name}={value}\n" for name, value in escaped.items())
 
 
 def from_ffmetadata(text: str) -> dict[str, str]:
-    """The reverse of `to_ffmetadata`."""
     tags = re.findall(r"^([^=;\n]+)=((?:\\.|[^\\\n])*)$", text, re.DOTALL | re.MULTILINE)
     return {name: re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in tags}
 
@@ -111,7 +97,6 @@ def _in_text(value: Any) -> str:
 
 
 def _texts_by(change: Callable[[str], str], value: Any) -> Any:
-    """A JSON value with all of its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

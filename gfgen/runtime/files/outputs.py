@@ -1,7 +1,4 @@
-"""Write frames to files: PNG, JPEG, WebP or AVIF for one frame, MP4, WebM, MOV, WebP or GIF for several.
-
-A file appears under its name only when it is complete (`name_file`).
-"""
+"""Write frames to files: PNG, JPEG, WebP or AVIF for one, MP4, WebM, MOV, WebP or GIF for several."""
 
 from __future__ import annotations
 
@@ -90,12 +87,10 @@ def write_output(
 
     place: the picture's number among several of its call, and how many these are.
 
-    An image has one frame, a video any number. Videos have even sizes only, because of their chroma (4:2:0;
-    4:2:2 with 10 bits in ProRes), so an odd edge is repeated once; nothing is rescaled. Sound is AAC in MP4,
-    Opus in WebM, and as it is (16 bits) in MOV. Equal frames make equal bytes with one ffmpeg on one machine.
-
-    This replaces an existing file only if it holds `replaces`, or if an earlier try with the same `made_for`
-    wrote it.
+    Videos have even sizes only, because of their chroma, so an odd edge is repeated once. Sound is AAC in
+    MP4, Opus in WebM, and as it is (16 bits) in MOV. Equal frames make equal bytes with one ffmpeg on one
+    machine. An existing file is replaced only if it holds `replaces`, or an earlier try with the same
+    `made_for` wrote it.
 
     Raises: OutputError, which says what to do; `path` is then unchanged.
     """
@@ -215,7 +210,6 @@ def _exif(text: str, as_json: str) -> bytes:
 def _write_video(
     frames: Frames, path: Path, *, fps: float, metadata: labels.Metadata, sound: Sound | None
 ) -> None:
-    """Stream the frames through ffmpeg. Raises OSError or OutputError."""
     size = (frames.shape[2], frames.shape[1])
     tags = {
         "title": labels.title_of(metadata),
@@ -288,10 +282,7 @@ def _encode_command(
 def _ffmpeg(
     command: list[str], *, complaints: IO[bytes], keep_fds: tuple[int, ...]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which ends with the block and dies with this process.
-
-    It has its own session, so that Ctrl-C in the terminal does not reach it: gfgen still needs the file.
-    """
+    """A running ffmpeg, which dies with this process, in a session that Ctrl-C does not reach."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -333,7 +324,6 @@ def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
 
 
 def _even(frame: Frames) -> Frames:
-    """Repeat the last row or column of an odd size."""
     height, width, _ = frame.shape
     if height % 2 or width % 2:
         frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -1,11 +1,8 @@
 """Who owns a file that already has the name of a job's output, and which job file owns an output folder.
 
 gfgen replaces a file only if the folder's manifest says that gfgen made it for a job of the same job file,
-and only if the file has not changed since. The path from the output folder tells job files apart, so both can
-be moved together. Manifests of earlier gfgen do not name the job file; it counts as the same.
-
-Standard input has no lasting name, so a job from there replaces only a file that the same job (with the same
-hash) made.
+whose path counts from the folder, and only if it has not changed since. A job of standard input replaces only
+what the same job (with the same hash) made.
 """
 
 from __future__ import annotations
@@ -139,14 +136,12 @@ class Claims:
     job_file: str
     """Of jobs whose lines do not say."""
     inputs: Sequence[Path] = ()
-    """The job files."""
     overwrite: bool = False
     force: bool = False
     """Finished jobs run again."""
     only_failed: bool = False
     """Jobs that have not failed before are left out."""
     done_ids: set[str] = field(default_factory=set)
-    """Of the jobs that `claim` or `done` has seen."""
     named_at: float | None = None
     forced_from: int | None = None
     """With `force`: bytes of the manifest when the runs of this --force began."""
@@ -156,7 +151,6 @@ class Claims:
         return read_manifest(self.output_dir / MANIFEST_NAME)
 
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
-        """Ids of the jobs that need not run again."""
         named = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
         infos, folder = [job.info for job in named], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
@@ -273,10 +267,7 @@ def claim_files(
 
 
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
-    """Why the job cannot have its name, whatever is there under it; None if it can.
-
-    `owners` has the id of the job that writes a file, by `name_key`.
-    """
+    """Why the job cannot have its name, whatever is there; `owners` has ids by `name_key`."""
     try:
         os.fsencode(job.info.file)
     except UnicodeEncodeError:
@@ -303,10 +294,7 @@ def _numbered(
     output_dir: Path,
     overwrite: bool,
 ) -> dict[str, Content] | Problem:
-    """The existing files of an earlier run of this job with several pictures that it may replace.
-
-    The names of a video's frames are known before the run, so one that is taken is a problem.
-    """
+    """The files that an earlier run of this job left, with several pictures, that it may replace."""
     is_video, found = FRAME in path.name, dict[str, Content]()
     for number in itertools.count(1):
         each = path.with_name(numbered_name(path.name, number))
@@ -376,7 +364,6 @@ def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | Non
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:
-    """Whether a file was made for a job of the same job file."""
     made_for, job_file = line.get("job_file"), job.info.job_file
     if STDIN in (made_for, job_file) and made_for is not None:
         return made_for == job_file and line.get("spec_hash") == job.info.spec_hash

@@ -39,11 +39,7 @@ FIRST_USE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A job continues at task `next_index`, whose input dispatch `producer` made.
-
-    `last_number` is the last dispatch of the stopped run. The slab may name any number up to it, so the next
-    run counts from there.
-    """
+    """A job continues at `next_index`, with what `producer` made; dispatches go on from `last_number`."""
 
     next_index: int
     producer: int
@@ -54,10 +50,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """The circumstances of a run. Together with its jobs and events they determine every decision.
-
-    The state is built from them, and the journal's header records them.
-    """
+    """The circumstances of a run. Together with its jobs and events they determine every decision."""
 
     num_ranks: int
     lookahead_s: float = 0.0
@@ -66,13 +59,11 @@ class RunStart:
     max_degree: int | None = None
     """Most ranks of one task. None: the size of the largest island."""
     started_at: float = 0.0
-    """Unix time at which the run's clock starts."""
     last_number: int = 0
     """The last dispatch that these ranks have seen in an earlier run."""
     arrived_at: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Unix time at which each job, by (id, spec hash), first arrived."""
     resume: Mapping[str, ResumePoint] = field(default_factory=dict)
-    """By job: where a stopped job continues."""
     closes_s: float | None = None
     """No job begins that is predicted to end after this time on the run's clock."""
     grace_s: float = GRACE_S
@@ -81,14 +72,12 @@ class RunStart:
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
-    """The most jobs that take their steps together."""
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
     num_writers: int = 1
     """Processes that write files; looks ahead count with them."""
     first_use_s: float = 0.0
-    """Extra time of the first step or decode of a model and shape on some degrees, until the run has learned
-    it; 0: it costs nothing."""
+    """Extra time of the first step or decode of a model, shape and degrees, until the run has learned it."""
     warm: Collection[tuple[str, str, Degrees]] = ()
     """Models, by the names that jobs have, with shapes and degrees whose first uses are over."""
 
@@ -119,10 +108,7 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
 def save(
     point: ResumePoint, job: AdmittedJob, slab_fd: int, *, weights: str, computed_with: Mapping[str, Any]
 ) -> None:
-    """Write a job's resume file atomically; `weights` and `computed_with` come from the pool.
-
-    Raises: OSError when it cannot be written.
-    """
+    """Write a job's resume file atomically; `weights` and `computed_with` are the pool's. Raises: OSError."""
     path = point.path
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
@@ -189,10 +175,7 @@ def kernels_of(output_dir: Path, jobs: Sequence[AdmittedJob]) -> KernelChoice | 
 
 
 def restore(point: ResumePoint, job: AdmittedJob) -> int:
-    """A slab with the state of a resume file; the caller owns the descriptor.
-
-    Raises: OSError, ValueError or KeyError when the file cannot be read.
-    """
+    """A slab with the state of a resume file. Raises: OSError, ValueError, KeyError if it cannot be read."""
     with point.path.open("rb") as file:
         header = json.loads(file.readline())
         fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)
@@ -230,7 +213,6 @@ def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
 
 
 def _identity(job: AdmittedJob) -> dict[str, Any]:
-    """The header fields that must match the job."""
     plan = SlabPlan.of(job.trajectory)
     return {
         "gfgen_resume": VERSION,
@@ -263,7 +245,6 @@ def _header(path: Path, job_id: str) -> dict[str, Any] | None:
 
 
 def _has_checksum(file: BinaryIO) -> bool:
-    """Whether a file ends with the checksum of its content."""
     checksum = hashlib.sha256()
     left = os.fstat(file.fileno()).st_size - _CHECKSUM_BYTES
     while left > 0 and (piece := file.read(min(_CHUNK_BYTES, left))):

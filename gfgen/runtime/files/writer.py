@@ -1,8 +1,4 @@
-"""The writer process: takes finished frames from shared memory and writes files.
-
-Encoding a video takes seconds of CPU, so a separate process without torch does it. Each request comes with a
-memfd of frames, which is mapped and never copied as a whole.
-"""
+"""The writer process, without torch: takes finished frames from memfds and encodes them to files."""
 
 from __future__ import annotations
 
@@ -25,18 +21,14 @@ from gfgen.runtime.files.outputs import Frames, Sound, write_output
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content, remove_replaced
 from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
-from gfgen.runtime.ipc.output import shape_in
+from gfgen.runtime.ipc.slab import shape_in
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
 
 
 def main(end: socket.socket) -> None:
-    """Entry of the process: serve until the other end is closed.
-
-    A terminal sends SIGINT and SIGHUP to every process of the run. The writer ignores them: the control plane
-    decides when the run stops, and a file that is nearly written is worth finishing.
-    """
+    """Serve until the other end is closed, whatever signals come to all processes of the run."""
     leave_to_the_run()
     serve(Channel(end))
 
@@ -52,7 +44,6 @@ def serve(channel: Channel) -> None:
 
 
 def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFailed:
-    """Write one file from a memfd, which is closed afterwards."""
     began = time.monotonic()
     try:
         if frames_fd is None:
@@ -86,7 +77,6 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
 
 
 def _write(request: WriteRequest, frames_fd: int) -> list[tuple[Path, Content]]:
-    """Write all files of a job."""
     path, sound = Path(request.path), None
     if request.shape is None:
         frames, sound = map_output(frames_fd)
@@ -116,10 +106,7 @@ def frames_by_file(frames: Frames, path: Path, *, fps: float | None) -> dict[Pat
 
 
 def map_output(fd: int) -> tuple[Frames, Sound | None]:
-    """Pictures and sound in a memfd that says their size, read-only and without a copy.
-
-    Raises: OutputError when it holds neither.
-    """
+    """Pictures and sound in a memfd that says their size, without a copy. Raises: OutputError."""
     try:
         shape = shape_in(fd)
     except ValueError as error:
@@ -134,10 +121,7 @@ def map_output(fd: int) -> tuple[Frames, Sound | None]:
 
 
 def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:
-    """The frames [F, H, W, 3] uint8 in a memfd, read-only and without a copy.
-
-    Raises: OutputError when the memory is smaller than the shape requires.
-    """
+    """The frames [F, H, W, 3] uint8 in a memfd, without a copy. Raises: OutputError if it is too small."""
     num_bytes = math.prod(shape)
     if min(shape) < 1 or os.fstat(frames_fd).st_size < num_bytes:
         raise OutputError(f"shared memory of {os.fstat(frames_fd).st_size} bytes cannot hold frames {shape}")

@@ -20,16 +20,11 @@ CONTEXT_BYTES = 600_000_000
 
 
 def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:
-    """The arenas of a run's ranks; a single rank exchanges nothing and gets the smallest arena."""
     return GPU_PLAN if are_on_gpus and num_ranks > 1 else ArenaPlan()
 
 
 class RankArenas:
-    """Owns the descriptors of all ranks' arenas.
-
-    A rank on a GPU creates its arena and sends it when it is ready. The control plane creates a page in host
-    memory for it, which can stop the rank's kernels.
-    """
+    """The descriptors of all ranks' arenas, and of host pages that can stop the kernels of GPU ranks."""
 
     def __init__(self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool) -> None:
         self.plan, self.are_on_gpus = plan, are_on_gpus

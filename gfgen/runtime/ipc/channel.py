@@ -1,8 +1,4 @@
-"""One end of a Unix socket pair that carries messages and file descriptors.
-
-SOCK_SEQPACKET keeps message boundaries and order, and reports the death of the other end. Messages are
-pickled frozen dataclasses of plain values, without tensors.
-"""
+"""One end of a Unix socket pair (SOCK_SEQPACKET) for pickled messages of plain values, and descriptors."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, fds: tuple[int, ...] = (), *, wait: bool = True) -> None:
-        """Send one message; descriptors are duplicated into the receiver.
-
-        Raises: OSError if the other end is closed; BlockingIOError if its queue is full and `wait` is false.
-        """
+        """Raises: OSError if the other end is closed; BlockingIOError if it is full and `wait` is false."""
         packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self.sent_bytes += len(packed)
         flags = 0 if wait else socket.MSG_DONTWAIT

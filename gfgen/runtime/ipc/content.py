@@ -1,12 +1,9 @@
 """Files that gfgen makes: how they get their names, and their content, by which gfgen recognizes them.
 
-A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
-synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
-`remove_leftovers` removes at the start of the next run.
-
-A run can be killed after a file gets its name and before the manifest gets its line. In between, the file has
-a *mark*, an extended attribute with the same facts as the line. A file system without extended attributes has
-no marks, and the next run does not recognize such a file as its own.
+A file is written under a hidden name, synced and renamed, and replaces only its predecessor;
+`remove_leftovers` removes what a killed process leaves. Until the manifest has its line, a file has a *mark*,
+an extended attribute with the same facts. Where there are none, the next run does not recognize such a file
+as its own.
 """
 
 from __future__ import annotations
@@ -102,10 +99,7 @@ def remove_mark(path: Path) -> None:
 def name_file(
     temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
 ) -> Content:
-    """Give a complete file of the same file system its name; the temporary name may stay.
-
-    Raises: OutputError when a file other than its predecessor has the name; OSError.
-    """
+    """Name a complete file. Raises: OutputError when another file than its predecessor has it; OSError."""
     content = content_of(temporary)
     if made_for is not None:
         set_mark(temporary, content, name=path.name, made_for=made_for)
@@ -180,8 +174,7 @@ def remove_replaced(path: Path, written: Collection[str], replaces: Mapping[str,
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete the partial files of killed writers in an output folder, but not in subfolders; returns how
-    many.  The caller must hold the folder's lock, because another run's writers may be active."""
+    """Delete partial files of killed writers; returns how many. The caller must hold the folder's lock."""
     leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
     for path in leftovers:
         path.unlink(missing_ok=True)

@@ -1,8 +1,4 @@
-"""Messages between the control plane and its processes: frozen values, no tensors.
-
-The two messages of every step are named tuples, which are made and pickled in a third of the time of a frozen
-dataclass.
-"""
+"""Messages between the control plane and its processes: frozen values, or named tuples, which are faster."""
 
 from __future__ import annotations
 
@@ -27,14 +23,10 @@ class StartJob:
     trajectory: Trajectory
     checkpoint: str
     shape: str = ""
-    """As `AdmittedJob.shape`."""
 
 
 class RunTask(NamedTuple):
-    """Run a task as dispatch `number`; sent with a memfd for the frames of a decode.
-
-    The task's input is on this rank already, arrives by `transfers`, or is in the slab.
-    """
+    """Run a task, whose input is here, arrives by `transfers` or is in the slab; with a memfd for frames."""
 
     number: int
     job_id: str
@@ -42,9 +34,7 @@ class RunTask(NamedTuple):
     producer: int | None
     layout: Layout
     incarnations: tuple[int, ...]
-    """Of the layout's ranks, by slot."""
     transfers: tuple[Transfer, ...] = ()
-    """To this rank, in order."""
     wait_s: float | None = None
     """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
@@ -62,7 +52,6 @@ class SendState:
     job_id: str
     producer: int
     transfers: tuple[Transfer, ...]
-    """From this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +63,7 @@ class SetModels:
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The memory for exchanges between ranks; sent with the arenas as file descriptors.
-
-    For a rank on a GPU, the last descriptor is its own page in host memory.
-    """
+    """The arenas of all ranks as file descriptors; for a GPU the last one is its own page in host memory."""
 
     data_bytes: int
     post_bytes: int
@@ -86,15 +72,12 @@ class Arenas:
     ranks: tuple[int, ...]
     """The ranks of the arenas, in the order of the descriptors."""
     counts_tokens: bool = False
-    """Whether all ranks of the run pad texts (models/parallel/cudnn_attention.py); otherwise none does."""
+    """Whether all ranks of the run pad texts (models/parallel/counted_attention.py); otherwise none does."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacePeer:
-    """A new process replaces a rank that died: map its arena, which is sent with this message.
-
-    Answer `PeerReplaced`. The count of transfers with it restarts, so there are none before the answer.
-    """
+    """Map the arena of a dead rank's successor, and answer `PeerReplaced`: counts of transfers restart."""
 
     rank: int
     incarnation: int
@@ -146,7 +129,6 @@ class RestartEdges:
     """Restart the count of transfers to and from these ranks; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
-    """The abandoned dispatches."""
     ranks: frozenset[int]
 
 
@@ -173,6 +155,7 @@ class WorkerReady:
     startup_s: float
     counts_tokens: bool = False
     """Whether it can pad texts and exclude the padding from attention."""
+    read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +163,6 @@ class PeerReplaced:
     """This rank knows the new incarnation, and restarts the count of transfers with it."""
 
     rank: int
-    """Of the new process."""
     incarnation: int
 
 
@@ -213,6 +195,7 @@ class ModelsSet:
     """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
+    read_bytes_per_s: float = 0.0  # as in `WorkerReady`
 
 
 class TaskReport(NamedTuple):
@@ -267,9 +250,9 @@ class MemoryUse:
     device_peaks: Mapping[str, int] = field(default_factory=dict)
     """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
     reserved_bytes: int = 0
-    """GPU memory that torch has reserved."""
     arena_bytes: int = 0
     """GPU memory for exchanges with other ranks."""
+    task_peaks: Mapping[str, int] = field(default_factory=dict)  # as `Profile.peaks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +264,6 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class EdgesRestarted:
-    """`RestartEdges` is done."""
-
     numbers: frozenset[int]
 
 
@@ -300,7 +281,7 @@ class WriteRequest:
 
     job_id: str
     shape: tuple[int, int, int, int] | None
-    """None if the memory says it (output.py)."""
+    """None if the memory says it (slab.py)."""
     path: str
     fps: float | None
     metadata: Mapping[str, Any]

@@ -31,10 +31,7 @@ class Transfer:
 
 
 def plan_transfers(artifact: Artifact, *, source: Layout, destination: Layout) -> tuple[Transfer, ...]:
-    """All transfers, in order of field, destination and range.
-
-    Each rank that lacks an element gets it exactly once.
-    """
+    """All transfers, in order of field, destination and range; each missing element comes exactly once."""
     lacking = [rank for rank in destination.ranks if rank not in source.ranks]
     return tuple(
         Transfer(owner, rank, name, axis, start, stop, (stop - start) * row_bytes)
@@ -56,7 +53,6 @@ def _axis_of(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
 
 
 def _pieces(source: Layout, length: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, stop) of the pieces of a range, one for each source rank."""
     for idx, rank in enumerate(source.ranks):
         start, stop = shard_bounds(length, source.degree, idx)
         if start < stop:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from socket import socket
 from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
@@ -73,6 +74,8 @@ class WorkerSettings:
     """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
     host_copies: Mapping[str, Connection] = field(default_factory=dict)
     """By checkpoint: a descriptor of the memory with its streamed blocks, which all ranks share."""
+    boards: Mapping[str, Sequence[tuple[socket, socket]]] = field(default_factory=dict)
+    """By checkpoint: the boards of all ranks (models/streaming/shards.py)."""
 
     @property
     def gpu(self) -> int:

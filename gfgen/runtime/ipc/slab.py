@@ -32,6 +32,7 @@ Python has neither.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import pickle
@@ -78,10 +79,7 @@ class SlabPlan:
 
 
 class Slab:
-    """One process's mapping of a job's slab.
-
-    `loads` unpickles metas. They name torch's dtypes, so a process without torch needs one of its own.
-    """
+    """One process's mapping of a job's slab. `loads` unpickles metas, which name torch's dtypes."""
 
     def __init__(
         self,
@@ -111,10 +109,7 @@ class Slab:
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD)[0])
 
     def places(self, name: str, version: int, meta: Any, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for an artifact's buffers of these sizes; no process reads it before `show`.
-
-        Raises: ValueError if they are larger than planned.
-        """
+        """Memory for buffers of these sizes, unread before `show`. Raises: ValueError for unplanned ones."""
         region = _region(name, version)
         start, limit = self._bounds(region)
         packed = pickle.dumps(meta)
@@ -159,7 +154,6 @@ class Slab:
         return meta, memoryview(self._map), _aligned(end)
 
     def _meta(self, name: str, version: int) -> tuple[Any, int]:
-        """The meta from `places`, and the offset of its end."""
         start, _ = self._bounds(_region(name, version))
         num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
         position = start + _LINE_BYTES
@@ -177,3 +171,61 @@ def _region(name: str, version: int) -> int:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+_HEAD_BYTES = 4096
+_ALIGNMENT = 64
+_SOUND_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """Pictures and sound in the writer's memory, where only the decode knows their size.
+
+    length of the head | head: JSON with the shapes | pictures: uint8 [F, H, W, 3] | sound: float32 [C, S]
+    """
+
+    pictures: tuple[int, int, int, int]
+    """[F, H, W, 3]."""
+    sound: tuple[int, int] | None = None
+    """[C, S]: channels and samples."""
+    sound_rate: int = 0
+
+    @property
+    def pictures_offset(self) -> int:
+        return _HEAD_BYTES
+
+    @property
+    def sound_offset(self) -> int:
+        frames, height, width, channels = self.pictures
+        end = _HEAD_BYTES + frames * height * width * channels
+        return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def size_bytes(self) -> int:
+        channels, samples = self.sound or (0, 0)
+        return self.sound_offset + channels * samples * _SOUND_ITEM_BYTES
+
+
+def map_for(fd: int, shape: OutputShape) -> mmap.mmap:
+    """Memory for pictures and sound, with their head, in a memfd of any size."""
+    os.truncate(fd, shape.size_bytes)
+    memory = mmap.mmap(fd, shape.size_bytes)
+    head = json.dumps([shape.pictures, shape.sound, shape.sound_rate]).encode()
+    memory[:8] = len(head).to_bytes(8, "little")
+    memory[8 : 8 + len(head)] = head
+    return memory
+
+
+def shape_in(fd: int) -> OutputShape:
+    """Raises: ValueError when the memory holds no output, or less than its head says."""
+    size_bytes = os.fstat(fd).st_size
+    start = os.pread(fd, _HEAD_BYTES, 0)
+    length = int.from_bytes(start[:8], "little")
+    if not 0 < length <= _HEAD_BYTES - 8:
+        raise ValueError(f"shared memory of {size_bytes} bytes holds no output")
+    pictures, sound, sound_rate = json.loads(start[8 : 8 + length])
+    shape = OutputShape(tuple(pictures), None if sound is None else tuple(sound), sound_rate)
+    if size_bytes < shape.size_bytes:
+        raise ValueError(f"shared memory of {size_bytes} bytes cannot hold {shape.size_bytes}")
+    return shape

@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gfgen.graph import FIRST_STEP, Stage, Task
@@ -45,6 +45,8 @@ _MAX_NAMED = 3
 """The most uncertain shapes per provenance, and layouts per shape, that a line names."""
 _SPREADS = (0.0, 0.0, 0.05, 0.1, 0.5)
 """By provenance: how far an estimate may be off at least, as a share of it."""
+_READING = 1.1
+"""A step that takes up to this many times its reads tells nothing about computing."""
 _CLEAR_GAIN = 0.98
 """Other degrees replace the usual ones if a step on them takes less than this share of the time."""
 
@@ -53,8 +55,7 @@ _Key = tuple[Stage, Degrees]
 _Tasks = dict[tuple[str, Degrees], float]
 """Values of the last _NUM_RECENT tasks, by `CostClass.kind` and degrees."""
 _Rest = tuple[Degrees | None, int, int, int]
-"""All that the rest of a job depends on: the degrees of its steps, its next task (2 for any step or the
-decode), tasks left, and approximate steps of them."""
+"""The degrees of a job's steps, its next task (2: any step or decode), tasks left, approximate steps."""
 
 
 class Recent:
@@ -118,6 +119,8 @@ class CostClass:
     batch: int
     """Jobs that take their steps together (control/job_record.py). A step of one of them is an equal part."""
     shared: ModelTimes = field(repr=False)
+    reads_s: tuple[float, ...] = (0.0, 0.0)
+    """How long a step reads streamed blocks: on one rank, and with a rank for each branch."""
     kind: str = field(init=False)
     """The shape, in words that tell batches of different sizes apart."""
     measured: dict[_Key, Recent] = field(default_factory=dict)
@@ -149,6 +152,11 @@ class CostClass:
     def writes(self) -> Recent:
         return self.shared.writes[self.shape]
 
+    def least_s(self, stage: Stage, degrees: Degrees) -> float:
+        """What a task takes because of its reads; jobs that share a step share them."""
+        read_s = self.reads_s[degrees[0] - 1] if stage is Stage.DENOISE else 0.0
+        return read_s / self.batch if degrees == ALONE else read_s
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class UncertainEstimate:
@@ -175,6 +183,7 @@ class CostModel:
         """Classes of which an estimate has changed notably since their last renewal."""
         self.corrected: set[CostClass] = set()
         """Those of them that had no measurement: their views are too far off to wait for the others."""
+        self.reads_s: Mapping[str, float] = {}  # that of `RunStart`, before there are classes
         self.kept: dict[Any, Any] = {}
         """As in snapshots: emptied whenever a returned estimate changes."""
         self._models = defaultdict[str, ModelTimes](ModelTimes)
@@ -194,6 +203,7 @@ class CostModel:
                 limits=job.limits,
                 batch=batch,
             )
+            found.reads_s = tuple([number * self.reads_s.get(name, 0.0) for number in job.num_reads])
             for way in [way for *what, way in self._warm if what == [name, shape]]:
                 found.warm |= {(Stage.DENOISE, way), (Stage.DECODE, (1, math.prod(way), 1))}
         return self.classes[name, shape]
@@ -245,10 +255,7 @@ class CostModel:
         return published
 
     def ends_after_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> tuple[float, float]:
-        """When a task that starts now ends, and when the first of its ranks may be free.
-
-        Unlike in `task_s`, every measurement counts at once.
-        """
+        """When a task that starts now ends, and its first rank may be free; by every measurement at once."""
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return measured.value, measured.soonest_s
@@ -263,14 +270,17 @@ class CostModel:
         if stage is Stage.APPROXIMATE:
             seconds = OVERHEAD_S + cost_class.state_bytes / self._profile.move_bytes_per_s
             return Estimate(seconds, seconds, Provenance.EXTRAPOLATED)
-        profiled = self._profiled(cost_class, (stage, degrees))
+        profiled, least_s = self._profiled(cost_class, (stage, degrees)), cost_class.least_s(stage, degrees)
         if profiled is not None:
-            return profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
-        return self._by_pace(cost_class, stage, degrees)
+            found = profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
+        else:
+            found = self._by_pace(cost_class, stage, degrees)
+        if found.seconds >= least_s:
+            return found
+        return replace(found, seconds=least_s, loaded_s=max(found.loaded_s, least_s))
 
     def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """How far the estimate may be off, as a share of it: the interquartile range, or more if it is not
-        measured."""
+        """How far the estimate may be off, as a share of it: the interquartile range, or more."""
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return interquartile_range(measured.samples) / max(measured.value, OVERHEAD_S)
@@ -359,7 +369,6 @@ class CostModel:
             self.corrected.discard(each)
 
     def _rise(self, classes: Collection[CostClass]) -> None:
-        """Begin another version of these classes."""
         for each in classes:
             each.version += 1
             each.arrangement = None
@@ -392,7 +401,6 @@ class CostModel:
         return self._profile.move_s + cost_class.state_bytes / self._profile.move_bytes_per_s
 
     def switch_s(self, cost_class: CostClass) -> float:
-        """Predicted time to merge other patches into a model."""
         learned = cost_class.shared.switches
         return SWITCH_S if learned is None else learned.value
 
@@ -408,22 +416,23 @@ class CostModel:
         """Learn from a completed task; `first_end_s` is when the first of its ranks was free, if earlier."""
         key, shared, task = (stage, degrees), cost_class.shared, (cost_class.kind, degrees)
         profiled, price_s = self._profiled(cost_class, key), self.first_use_s(cost_class, stage, degrees)
-        measured = cost_class.measured.get(key)
-        is_first = measured is None
+        measured, least_s = cost_class.measured.get(key), cost_class.least_s(*key)
+        is_first, is_computing = measured is None, duration_s > _READING * least_s
         if measured is None:
             if (first_use := cost_class.first_uses.get(key)) is not None:
                 self._learn_price(cost_class, sum(first_use) - duration_s)
             measured = cost_class.measured[key] = Recent()
             if profiled is not None and profiled.provenance is Provenance.PROFILED:
-                measured.add(profiled.loaded_s, max(0.0, profiled.seconds - profiled.spread_s))
+                soonest_s = max(least_s, profiled.seconds - profiled.spread_s)
+                measured.add(max(least_s, profiled.loaded_s), soonest_s)
         measured.add(duration_s, first_end_s)
         measured.samples.append(duration_s)
-        if profiled is not None and profiled.loaded_s > 0:
+        if profiled is not None and profiled.loaded_s > 0 and is_computing:
             # Only then a deviation is due to the machine, and not to a batch or to degrees.
             is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
             if is_alike and self._table.has_degrees(cost_class.model, *key):
                 _note(shared.drifts[stage], task, measured.value / profiled.loaded_s)
-        if (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
+        if is_computing and (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
             _note(shared.paces[stage], task, pace)
         self._note_learned(cost_class, key, measured.value, is_first=is_first, price_s=price_s)
 
@@ -455,7 +464,6 @@ class CostModel:
         self._note_learned(cost_class, key, estimate_s, is_first=before is None, price_s=price_s)
 
     def observe_write(self, cost_class: CostClass, duration_s: float) -> None:
-        """Learn from a file that was written."""
         writes = cost_class.writes
         writes.add(duration_s)
         writes.samples.append(duration_s)
@@ -572,8 +580,7 @@ def _best_way(ways: Sequence[Degrees], known_s: Callable[[Stage, Degrees], float
 
 
 def _best_numbers(most: int, known_s: Callable[[Stage, Degrees], float]) -> Iterator[int]:
-    """For 1 rank, 2 ranks and so on: how many of them a decode uses, which can use `most`; fewer if those are
-    known to be as fast."""
+    """For each number of ranks: how many of them, at most `most`, make a decode fastest."""
     chosen, best, best_s = 1, 1, math.inf
     for number in range(1, MAX_RANKS + 1):
         if number <= most:
@@ -585,7 +592,6 @@ def _best_numbers(most: int, known_s: Callable[[Stage, Degrees], float]) -> Iter
 
 
 def _note(values: _Tasks, task: tuple[str, Degrees], value: float) -> None:
-    """Keep the value of a task, and of those that ran last besides."""
     values.pop(task, None)
     values[task] = value
     if len(values) > _NUM_RECENT:
@@ -609,10 +615,7 @@ def _is_notable(seconds: float, before_s: float) -> bool:
 
 
 def uncertain(doubts: Collection[UncertainEstimate], *, has_writes: bool) -> str | None:
-    """Describe in one line the uncertain estimates of a prediction; None if there are none.
-
-    has_writes: whether the profile has times for writing files.
-    """
+    """The uncertain estimates of a prediction in one line; `has_writes`: the profile has times of files."""
     by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
     for doubt in sorted(doubts):
         shapes = by_kind.setdefault(doubt.provenance, {})
@@ -642,6 +645,5 @@ def _tasks(doubts: Sequence[UncertainEstimate]) -> str:
 
 
 def _words(degrees: Degrees) -> str:
-    """'cfg 2 x ulysses 2', or '1 rank'."""
     named = zip(("cfg", "ulysses", "ring"), degrees, strict=True)
     return " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "1 rank"

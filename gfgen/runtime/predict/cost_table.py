@@ -79,7 +79,6 @@ class CostTable:
         self._write_s = profile.write_s
 
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
-        """Whether exactly this was measured."""
         return (model, shape, stage, degrees) in self._exact
 
     def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
@@ -111,10 +110,7 @@ class CostTable:
         return statistics.median(paces) if paces else None
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float:
-        """From the end of a decode to its file, which does not depend on the decode's degrees.
-
-        The profile's own `write_s`, or 0, if no row of this model has it.
-        """
+        """From the end of a decode to its file; without rows of the model, the profile's own, or 0."""
         by_degrees = sorted(self._rows.get((model, Stage.DECODE), {}).items())  # those of one rank first
         rows = [row for _, own in by_degrees for row in own if row.write_s is not None]
         if not rows:
@@ -145,7 +141,6 @@ class CostTable:
 
 
 def speed_up(num_ranks: int) -> float:
-    """The assumed speed-up on several ranks without measurements."""
     return 1.0 if num_ranks == 1 else num_ranks * PARALLEL_EFFICIENCY
 
 

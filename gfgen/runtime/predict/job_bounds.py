@@ -1,8 +1,4 @@
-"""Bounds on one job, and the least duration of its denoising step.
-
-A step is the smallest unit that policies place and preempt: while it runs, its ranks are busy. So a job with
-a step that takes too long is refused, or a warning is logged, before anything starts.
-"""
+"""Bounds on one job, and the least duration of its denoising step, which keeps its ranks from others."""
 
 from __future__ import annotations
 
@@ -41,11 +37,7 @@ class JobBounds:
 
 
 class StepTimes:
-    """The least duration of a denoising step: on the fastest set of ranks, without other load.
-
-    If the profile does not have the model, this is only a lower bound: the step's floating-point operations
-    at a rate that no machine exceeds. So a guess refuses no job that would work.
-    """
+    """The least duration of a denoising step: of the profile, or at a rate that no machine exceeds."""
 
     def __init__(self, profile: Profile | None, *, kind: str, num_ranks: int) -> None:
         self._costs = CostModel(profile)
@@ -70,7 +62,6 @@ class StepTimes:
         return f"one step of {frames}{spec.size_text} {verb} {in_words(seconds)} here"
 
     def _of(self, job: AdmittedJob) -> tuple[float, bool]:
-        """The seconds, and whether they are only a bound."""
         key = (job.spec.model or "", job.shape)
         if key not in self._least:
             cost_class = self._costs.class_of(job)

@@ -64,7 +64,6 @@ class ProfileRow:
     write_s: float | None = None
     """For a decode: from its end to the renamed file, with an idle writer."""
     basis: str = "measured"
-    """One of BASES."""
 
     @property
     def under_load_s(self) -> float:
@@ -84,7 +83,6 @@ class Profile:
     date: str
     source: str
     num_ranks: int
-    """The most ranks of any row."""
     rows: tuple[ProfileRow, ...]
     move_s: float = 0.0
     """Fixed time of a move of a job's state, in addition to the time for its bytes."""
@@ -96,6 +94,10 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     calibration_s: float | None = None
     """Time of `models/families/calibration.py` on the same core, by which other machines scale the rows."""
+    read_bytes_per_s: float | None = None
+    """At which a GPU reads streamed blocks of main memory."""
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """By `peak_key`: the memory of a GPU that tasks on one rank take besides what is there before them."""
 
     @property
     def models(self) -> frozenset[str]:
@@ -133,6 +135,10 @@ class Profile:
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
+def peak_key(model: str | None, shape: str, stage: Stage, vae_dtype: str) -> str:
+    return f"{model} {shape} {stage}" + (f" {vae_dtype}" if vae_dtype != "auto" else "")
+
+
 NO_PROFILE = Profile(device="", date="", source="", num_ranks=1, rows=())
 
 
@@ -144,8 +150,8 @@ def interquartile_range(values: Collection[float]) -> float:
 
 
 def _known(content: dict[str, Any]) -> dict[str, Any]:
-    """Without null values and the default basis."""
-    return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
+    """Without null values, empty tables and the default basis."""
+    return {k: v for k, v in content.items() if v not in (None, {}) and (k, v) != ("basis", "measured")}
 
 
 def write_whole(text: str, path: Path) -> None:
@@ -174,13 +180,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
-    """Check that a profile can predict these jobs on this many ranks.
-
-    Other shapes, degrees and stages than those of the profile are allowed: the cost model extrapolates and
-    reports them (`CostModel.doubts`).
-
-    Raises: InputError that says what the profile has, what is missing, and what to do.
-    """
+    """Raises: InputError, which says what to do, if a profile cannot predict these jobs on these ranks."""
     models = profile.models
     missing = [job.spec.model or "" for job in jobs if job.model_in(models) not in models]
     if missing:
@@ -215,8 +215,10 @@ def profile_of(content: object) -> Profile:
         raise ValueError(f"its format is not {FORMAT}")
     if not isinstance(head.get("versions", {}), dict):
         raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
-    rows = head.pop("rows")
-    if not isinstance(rows, list) or not rows:
+    peaks, rows = head.get("peaks", {}), head.pop("rows")
+    if not isinstance(peaks, dict) or any(type(size) is not int for size in peaks.values()):
+        raise ValueError("peaks are no numbers of bytes by task")
+    if not isinstance(rows, list) or not (rows or peaks or head.get("read_bytes_per_s")):
         raise ValueError("it has no rows")
     parsed = []
     for number, row in enumerate(rows, start=1):
@@ -238,17 +240,14 @@ def _row_of(content: object) -> ProfileRow:
     return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 
-_NUMBERS: Mapping[str, Any] = {
-    "int": (int,),
-    "float": (int, float),
-    "float | None": (int, float, NoneType),
-}
+_NUMBERS: Mapping[str, Any] = {"int": (int,), "float": (int, float), "float | None": (int, float, NoneType)}
 """By annotation."""
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "num_ranks": (1, MAX_RANKS),
     "num_samples": (1, math.inf),
     "move_bytes_per_s": (1, math.inf),
     "calibration_s": (1e-6, math.inf),
+    "read_bytes_per_s": (1, math.inf),
     **dict.fromkeys(("seconds", "spread_s", "loaded_s", "write_s"), (0, MAX_SECONDS)),
 }
 """Of numbers that may not be anything from 0."""

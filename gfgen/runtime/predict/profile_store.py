@@ -17,10 +17,12 @@ import json
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
@@ -66,16 +68,11 @@ def default_path(device: str | None = None, *, kind: str = "") -> Path:
 
 
 def runs_path(device: str | None = None) -> Path:
-    """The path for the measurements of runs."""
     return default_path(device, kind="-runs")
 
 
 def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple[Path, Profile] | None:
-    """The profile of this device, measured here, shipped or scaled, and the path of its first source.
-
-    None if there is none. `calibrate` allows about two seconds to measure the speed of a CPU if it is
-    unknown.
-    """
+    """The profile of this device, and its first source; `calibrate` may measure for two seconds."""
     device = device or cpu_name()
     shipped = filter(None, map(_readable, sorted(SHIPPED.glob("*.json"))))
     own = _readable(default_path(device))
@@ -91,10 +88,7 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:
-    """The rows of all profiles; the first profile wins for equal tasks.
-
-    A row of runs with few samples is left out if a later profile has the model.
-    """
+    """All rows; of equal tasks the first, except for runs with few samples before a later profile."""
     rows: dict[TaskKey, ProfileRow] = {}
     for profile in reversed(profiles):
         known = {row.model for row in rows.values()}
@@ -113,6 +107,8 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         move_bytes_per_s=times.move_bytes_per_s,
         write_s=times.write_s,
         dispatch_s=times.dispatch_s,
+        read_bytes_per_s=next(filter(None, (each.read_bytes_per_s for each in profiles)), None),
+        peaks={key: size for each in reversed(profiles) for key, size in each.peaks.items()},
     )
 
 
@@ -127,10 +123,7 @@ def _readable(path: Path) -> tuple[Path, Profile] | None:
 
 
 def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list[tuple[Path, Profile]]:
-    """The shipped profiles of one core, scaled to this machine, for models without a measured profile here.
-
-    The speed comes from measurements of runs with the model, or else from a calibration.
-    """
+    """The shipped profiles of a core at this machine's speed, for models without one of their own."""
     measured = {row.model for _, profile in known for row in profile.rows if row.basis == "measured"}
     run_rows = [row for _, profile in known for row in profile.rows if row.basis == "runs"]
     found = []
@@ -145,7 +138,6 @@ def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list
 
 @cache
 def shipped_profiles() -> tuple[Profile, ...]:
-    """The profiles of GPUs that come with gfgen."""
     return tuple(load_profile(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
@@ -158,10 +150,7 @@ def first_fitting(
 
 
 def open_profile(path: Path | None) -> Profile:
-    """The profile in a file, or this machine's if `path` is None.
-
-    Raises: InputError if there is none or it cannot be read.
-    """
+    """The profile in a file, or this machine's. Raises: InputError if there is none, or it is unreadable."""
     if path is not None:
         return load_profile(path)
     found = find_profile()
@@ -174,10 +163,7 @@ def open_profile(path: Path | None) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> Profile:
-    """Write a profile; keep other shapes of an existing one with the same device, ranks and versions.
-
-    Raises: InputError if the file cannot be written.
-    """
+    """Write a profile; other shapes of an equal one stay. Raises: InputError if that fails."""
     if path.is_file():
         profile = _with_rows_of(profile, path)
     try:
@@ -189,10 +175,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
 
 
 def export_times(path: Path) -> Sequence[Profile]:
-    """Write what this version of gfgen has measured on this machine to one file; its profiles.
-
-    Raises: InputError if there is nothing, if the file is there and something else, or cannot be written.
-    """
+    """Write what was measured on this machine to one file. Raises: InputError if that is not possible."""
     here = default_path("any").parent.glob(f"*-gfgen-{versions().get('gfgen')}*.json")
     profiles = [each[1] for found in sorted(here) if (each := _readable(found)) is not None]
     if not profiles:
@@ -208,12 +191,7 @@ def export_times(path: Path) -> Sequence[Profile]:
 
 
 def import_times(path: Path) -> Iterator[tuple[Profile, str | None]]:
-    """Keep the profiles of an exported file; each with the reason why not, or None if it was taken.
-
-    A profile that was taken has other shapes that were known here, too.
-
-    Raises: InputError if the file cannot be read, or a profile cannot be written.
-    """
+    """Keep the profiles of a file; each with the reason why not, or None. Raises: InputError."""
     for profile in _exported(path):
         target = default_path(profile.device, kind="-runs" if profile.source == BY_RUNS else "")
         here = _readable(target)
@@ -266,25 +244,22 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
     return replace(profile, rows=(*kept, *profile.rows))
 
 
-# What runs measure ---------------------------------------------------------------------
-
-
 def keep_measured(
-    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
+    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool, **facts: Any
 ) -> None:
     """Merge a run's measurements into the file; several runs may do so at once.
 
-    share_cores: ranks slow each other down, so durations are those under load.
+    share_cores: ranks slow each other down, so durations are those under load. facts: more of the profile.
     """
     rows = list(_rows(classes, share_cores=share_cores))
-    if not rows:
+    if not rows and not any(facts.values()):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             today = time.strftime("%Y-%m-%d")
-            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions())
+            profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions(), **facts)
             write_whole(_merged(path, profile).as_json(), path)
     except (OSError, InputError) as error:
         logger.warning("this run's measurements are not kept for plans: %s", error)
@@ -317,10 +292,7 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
 
 
 def _merged(path: Path, profile: Profile) -> Profile:
-    """The profile merged with the rows of the file; equal tasks get the mean, weighted by samples.
-
-    Raises: InputError if the file is not a profile.
-    """
+    """The profile with the rows of the file; equal tasks get the mean by samples. Raises: InputError."""
     if not path.is_file():
         return profile
     before = load_profile(path)
@@ -335,6 +307,8 @@ def _merged(path: Path, profile: Profile) -> Profile:
         profile,
         rows=tuple(rows.values())[-MAX_ROWS:],
         num_ranks=max(before.num_ranks, profile.num_ranks),
+        read_bytes_per_s=profile.read_bytes_per_s or before.read_bytes_per_s,
+        peaks=dict(list((Counter(before.peaks) | Counter(profile.peaks)).items())[-MAX_ROWS:]),
     )
 
 

@@ -1,8 +1,4 @@
-"""Scale a profile of one CPU core to this machine.
-
-gfgen comes with times of one core. The relative speed of this machine's cores follows from measurements of
-runs, or from a calibration of about two seconds. Busy ranks share the cores.
-"""
+"""Scale a profile of one CPU core to this machine, by measurements of runs or two seconds of calibration."""
 
 from __future__ import annotations
 
@@ -43,8 +39,6 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Ratios of times on this machine to those of the profile."""
-
     alone: float
     """While the other ranks idle."""
     loaded: float
@@ -52,7 +46,6 @@ class Speed:
 
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
-    """The profile scaled to this machine and the usual number of ranks."""
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
     return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
 
@@ -69,7 +62,7 @@ def of_another_gpu(profile: Profile, device: str) -> Profile:
         )
         for row in profile.rows
     ]
-    return replace(profile, device=device, rows=tuple(rows))
+    return replace(profile, device=device, rows=tuple(rows), read_bytes_per_s=None, peaks={})
 
 
 def _tflops(device: str) -> float:
@@ -166,7 +159,6 @@ def _checked(content: Any) -> dict[str, Any] | None:
 
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
-    """Write the calibration; if that fails, the next command measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json.dumps(content), path)

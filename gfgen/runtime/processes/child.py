@@ -29,14 +29,10 @@ LONGEST_LOOK_S = 0.4
 
 
 class AwakeClock:
-    """Seconds in which this process looked at the others.
-
-    While it is stopped, or the machine sleeps, it hears nobody, so this time counts for nobody.
-    """
+    """Seconds in which this process looked at the others; while it is stopped or asleep, it hears nobody."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        """At the last look."""
         self.paused_s = 0.0  # how long it did not look
         self._looked_s = time.monotonic()
 
@@ -61,8 +57,7 @@ class Patience:
     """A task may run this much longer than predicted, or `task_factor` times as long."""
     task_factor: float = 20.0
     wait_s: float = 30.0
-    """For one wait of a rank for another during a task, or `wait_factor` times the predicted duration of the
-    task, because the other rank is busy with a part of the same task."""
+    """For a wait for a busy rank during a task, or `wait_factor` times the task's predicted duration."""
     wait_factor: float = 3.0
     longest_wait_s: float = 3600.0
     """Even if more was predicted. The waits for a rank that dies, or is given up, end long before."""
@@ -70,13 +65,10 @@ class Patience:
     """For leaving a task that is given up, in addition to `leaving_factor` times its predicted duration."""
     leaving_factor: float = 3.0
     stopping_s: float = 10.0
-    """For leaving an unwanted task. A rank looks for a stop at every block, but on a CPU a block of a huge
-    job takes minutes."""
+    """For leaving an unwanted task: a stop is looked for at every block, of minutes on a CPU."""
     killed_s: float = 10.0
-    """For the end of a killed process. It takes a second or two to free a GPU. A process that hangs in a
-    driver, or on a disk that is gone, does not end."""
+    """For the end of a killed process, which may take seconds on a GPU, or hang in a driver or disk."""
     write_s: float = 60.0
-    """For writing a file, in addition to the time of the slowest writer."""
 
     def for_task_s(self, dispatch: Dispatch) -> float:
         """How long after its predicted end a task may end; a rank hangs if it has not."""
@@ -145,8 +137,6 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker holds the models of the last change."""
-
     load_s: float
 
 
@@ -168,13 +158,9 @@ class Child:
     clock: AwakeClock = field(default_factory=AwakeClock)
     phase: Phase = Phase.STARTING
     since_s: float = field(init=False)
-    """When the phase began."""
     has_started: bool = False
-    """It has left the first phase alive."""
     ends_within_s: float = Patience().killed_s
-    """How long it may take to end once it is killed."""
     verdict: str | None = None
-    """Why it was killed, or the reason that it gave for its end."""
     oom_kills: int = field(default_factory=machine.oom_kills)  # at its start
 
     def __post_init__(self) -> None:
@@ -186,11 +172,10 @@ class Child:
         self.phase, self.since_s = phase, self.clock.now_s
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message without waiting for the process.
+        """Send a message without waiting; if the process is gone, the end of its channel shows it.
 
-        If the process is gone, nothing is sent: the end of its channel shows that. If its socket is full, it
-        is stopped or stuck, and is killed. The socket holds about 200 KB (hundreds of small messages, five
-        with the longest prompts), so large messages in bursts have to wait for answers, as in `prepare`.
+        With a full socket (200 KB, hundreds of messages) it is stuck, and is killed. So large messages in
+        bursts have to wait for answers, as in `prepare`.
         """
         try:
             self.channel.send(message, fds, wait=False)
@@ -219,11 +204,7 @@ class Child:
         return self.phase is Phase.ENDING and self.clock.now_s > self.since_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
-        """Wait for the end of the process, and kill it if it does not end; returns how it ended.
-
-        A process that survives this is left to itself. A killed process never returns from the kernel. Its
-        kernels on a GPU wait for signals that do not come, so they write to no arena.
-        """
+        """Wait for the end of the process, or kill it; how it ended. One stuck in the kernel is left."""
         self.channel.close()
         self.process.join(patience_s)
         if self.process.is_alive() and self.phase is not Phase.ENDING:
@@ -262,15 +243,13 @@ class RankProcess(Child):
     unknown_to: set[int] = field(default_factory=set)
     """Ranks that have not mapped its arena yet."""
     counts_tokens: bool = False
-    """It can pad texts."""
     startup_s: float = 0.0
     """How long it took to load its models."""
     weights_s: float = 0.0
     """The part of `startup_s` that it took to load them; before that it gets its device ready."""
+    read_bytes_per_s: float = 0.0  # as it said last, unless it had no streamed blocks then
     loading: str | None = None
-    """The checkpoint that it loads now."""
     loads_since_s: float | None = None
-    """When it began to load its first model."""
     requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
     later: tuple[messages.WarmUp, ...] = ()
@@ -278,11 +257,8 @@ class RankProcess(Child):
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
     has_joined: bool = False
-    """It takes tasks, at least after what it prepares."""
     jobs: set[str] = field(default_factory=set)
-    """Jobs that this worker knows."""
     is_to_blame: bool = True
-    """Its death counts against its rank."""
     heard_s: float = field(init=False)
     """When its last message came."""
 
@@ -291,6 +267,8 @@ class RankProcess(Child):
 
     def hear(self, message: Any) -> Sequence[Joined | Loaded]:
         self.heard_s = self.clock.now_s
+        if isinstance(message, messages.WorkerReady | messages.ModelsSet):
+            self.read_bytes_per_s = message.read_bytes_per_s or self.read_bytes_per_s
         match message:
             case messages.WorkerFailed():
                 self.verdict = self.verdict or message.reason
@@ -346,7 +324,6 @@ class RankProcess(Child):
         return self._go_on()
 
     def _go_on(self) -> Sequence[Joined | Loaded]:
-        """Send the next request; without one, take tasks."""
         if self.requests:
             self.enter(Phase.PREPARING)
             self.tell(self.requests[0])

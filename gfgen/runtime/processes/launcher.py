@@ -1,14 +1,10 @@
 """Starts processes: forks them from a fork server that has only done the imports.
 
-Importing torch takes seconds, and CUDA must not be initialised before a fork.
-
-`multiprocessing` keeps the socket of its fork server in a folder under /tmp until the process exits; a killed
-process leaves both there. Here they are removed as soon as the server listens, and a descriptor serves to ask
-for new processes. An abstract socket would let any user of the machine connect (CVE-2022-42919).
-
-The kernel kills the server with the run, and the server's children with the server (`lifeline`). None of
-them gets signals meant for the run, which `timeout`, `kill -- -GROUP` and a closing terminal send to every
-process.
+Importing torch takes seconds, and CUDA must not be initialised before a fork. The folder with the socket of
+`multiprocessing`, which a killed process leaves under /tmp, is removed as soon as the server listens; a
+descriptor serves to ask for processes (an abstract socket would let any user connect: CVE-2022-42919). The
+kernel kills the server with the run, and its children with it (`lifeline`). None of them gets signals meant
+for the run.
 """
 
 from __future__ import annotations
@@ -40,7 +36,6 @@ from gfgen.system.signals import FOR_THE_RUN
 logger = logging.getLogger(__name__)
 
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker.entry:main", "cuda": "gfgen.runtime.worker.gpu:main"}
-"""By device: where a rank's process begins."""
 _PROGRAMS = ("gfgen.runtime.worker.entry", "gfgen.runtime.files.writer")
 PRELOADS = {
     "cpu": (*_PROGRAMS, "gfgen.models.families.flow_adapter"),
@@ -56,8 +51,6 @@ _BY_DESCRIPTOR = "/proc/self/fd/"
 
 
 class Launcher:
-    """Starts workers and writers."""
-
     def __init__(
         self,
         settings: RankSettings,
@@ -84,15 +77,17 @@ class Launcher:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
         self.host_copies: Mapping[str, Connection] = {}
-        """By checkpoint: handed to each worker."""
+        self.boards: Mapping[str, Sequence[tuple[socket.socket, socket.socket]]] = {}
+        """Both by checkpoint: handed to each worker."""
         self._keep_fds = keep_fds
-        """All processes keep these open until they end."""
         self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
         ensure_fork_server(keep_fds)
 
     def start_worker(self, rank: int, checkpoints: tuple[str, ...]) -> tuple[BaseProcess, Channel]:
-        settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables, self.host_copies)
+        settings = WorkerSettings(
+            rank, checkpoints, self._settings, self._tuned_tables, self.host_copies, self.boards
+        )
         return self._start(f"rank {rank}", self._worker_main, settings)
 
     def start_writer(self, idx: int) -> tuple[BaseProcess, Channel]:
@@ -135,14 +130,8 @@ def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
     main(*arguments)
 
 
-# The fork server ---------------------------------------------------------------------------------
-
-
 def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
-    """Start the fork server unless it runs.
-
-    It and all that it forks ignore signals for the run, die with the run and keep `keep_fds` open.
-    """
+    """Start the fork server unless it runs; what it forks dies with the run and keeps `keep_fds` open."""
     # The kernel would kill the server at the end of any other thread.
     assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
     server: Any = multiprocessing.forkserver._forkserver
@@ -167,11 +156,7 @@ def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
 
 @contextlib.contextmanager
 def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
-    """Start processes so that they find our modules, and the fork server so that it dies with this process.
-
-    They are started with `-c`, which searches the current folder before the standard library; `-P` keeps them
-    from taking a random.py there for Python's own.
-    """
+    """Start processes with our modules in their path, and a fork server that dies with this process."""
     util: Any = multiprocessing.util
     spawn = util.spawnv_passfds
 
@@ -198,10 +183,7 @@ def _lifeline() -> str:
 
 @contextlib.contextmanager
 def _socket_folder(folder: str) -> Iterator[str]:
-    """Let `multiprocessing` put its socket there.
-
-    Yields a short path of the folder: a socket's path has at most 107 bytes, and TMPDIR may be longer.
-    """
+    """Let `multiprocessing` put its socket there; a path has at most 107 bytes, and TMPDIR may be longer."""
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
     fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
@@ -215,11 +197,7 @@ def _socket_folder(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Inside, processes start with the signals for the run blocked.
-
-    A child inherits blocked signals as it inherits ignored ones. This process gets signals that arrived
-    inside when the block ends.
-    """
+    """Inside, processes start with the signals for the run blocked, and inherit that."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
     try:
         yield

@@ -7,7 +7,9 @@ pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import mmap
 import selectors
 import time
 from collections import Counter, defaultdict
@@ -70,11 +72,7 @@ def most_writers(*, are_on_gpus: bool, num_cores: int) -> int:
 
 
 class WorkerPool:
-    """One worker per rank, and writers; each rank's arena for exchanges with the others.
-
-    Writers grow with the work: at first there is one per rank (all may decode at once) as far as there are
-    cores, and at most `num_writers`.
-    """
+    """One worker per rank, with its arena, and writers, as many as the work and the cores ask for."""
 
     def __init__(
         self,
@@ -95,14 +93,15 @@ class WorkerPool:
         """With its ranks; more where they share GPUs or copy weights."""
         self.clock = AwakeClock()
         self._launcher = Launcher(
-            settings,
-            worker_main=worker_main,
-            writer_main=writer_main,
-            preload=preload,
-            keep_fds=keep_fds,
+            settings, worker_main=worker_main, writer_main=writer_main, preload=preload, keep_fds=keep_fds
         )
         self._launcher.host_copies = {
             path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
+        }
+        self._launcher.boards = {
+            path: [Channel.pair() for _ in range(settings.num_ranks)]
+            for path, placement in settings.placements.items()
+            if placement.shared
         }
         self._arenas = RankArenas(
             settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
@@ -119,6 +118,7 @@ class WorkerPool:
         """The last dispatch that these workers got, in any run."""
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
+        self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
@@ -145,12 +145,10 @@ class WorkerPool:
 
     @property
     def children(self) -> list[Child]:
-        """All processes that have not ended."""
         return [each for each in (*self.workers, *self.writers) if each.phase not in GONE]
 
     @property
     def living(self) -> list[RankProcess]:
-        """The workers of all ranks that are not retired."""
         return [worker for worker in self.workers if worker.phase not in GONE]
 
     @property
@@ -168,10 +166,7 @@ class WorkerPool:
         self._selector.unregister(file)
 
     def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
-        """What happens within this time: (process, its message), (process, its change), (file, None).
-
-        Changes are `Joined`, `Loaded` and `Lost`. A message comes after its effect here.
-        """
+        """What happens: (process, message), (process, Joined, Loaded or Lost), and (file, None)."""
         found = self._selector.select(min(max(0.0, timeout_s), _TICK_S))
         self.clock.look()
         for key, _ in found:
@@ -197,7 +192,7 @@ class WorkerPool:
             yield from self._lose(child)
             return
         message, fds = received
-        changes = child.hear(message)
+        changes, copies = child.hear(message), self._launcher.host_copies
         if isinstance(child, RankProcess):
             match message:
                 case messages.PeerReplaced():
@@ -206,6 +201,9 @@ class WorkerPool:
                     self._arenas.take(child.rank, fds)
             if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
+                if self.needed and not any(each.is_to_load or each.phase in STARTS for each in self.living):
+                    for path in copies.keys() - self.models.checkpoints - self.needed():  # nobody maps it
+                        mmap.mmap(copies[path].fileno(), 0).madvise(mmap.MADV_REMOVE)
         yield child, message
         for became in changes:
             yield child, became
@@ -241,7 +239,6 @@ class WorkerPool:
                 worker.prepare_later(items)
 
     def _start_waiting(self) -> None:
-        """Start the ranks that have waited for others to load, if these are done."""
         loading = [worker.rank for worker in self.living if worker.phase in STARTS or worker.is_to_load]
         for rank in sorted(self._waiting):
             if not (self.is_stopping or self.models.awaits_others(rank, loading=loading)):
@@ -337,6 +334,9 @@ class WorkerPool:
         self._arenas.close()
         for copy in self._launcher.host_copies.values():
             copy.close()
+        for board in itertools.chain(*self._launcher.boards.values()):
+            board[0].close()
+            board[1].close()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -348,17 +348,15 @@ class WorkerPool:
 class HeldModels:
     """The models of a pool's ranks, and whose fault it is if one cannot be loaded: a rank's, or the model's.
 
-    A worker that fails to load, or dies in it, is replaced; a new process may succeed. It is the model's
-    fault when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go
-    on. Until that is known, ranks are not blamed for these deaths, and one that has tried again waits for the
-    others, which may be at an earlier task or take long to load.
+    A worker that fails to load, or dies in it, is replaced. It is the model's fault when no rank has
+    succeeded and one has tried again. Until then no rank is blamed, and one that has tried again waits for
+    the others.
     """
 
     def __init__(self, checkpoints: Sequence[Path]) -> None:
         self.checkpoints = tuple(map(str, checkpoints))
         """A worker that starts now loads these."""
         self.unloadable: dict[str, str] = {}
-        """Checkpoints that no rank could load, and why."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
         self._holders: set[int] = set()
         """Ranks that hold all models."""
@@ -393,10 +391,7 @@ class HeldModels:
             failures.pop(rank, None)
 
     def lost(self, rank: int, reason: str, *, loading: str | None, ranks: Iterable[int]) -> bool:
-        """A rank has died, perhaps when it was `loading` a model; `ranks` are those that are not retired.
-
-        Returns whether the rank is to blame, and not the model.
-        """
+        """Whether a rank that died, perhaps when it was `loading` a model, is to blame, and not the model."""
         self._holders.discard(rank)
         if loading is None or not self._is_changing:
             return True
@@ -430,7 +425,6 @@ class Meeting:
     ) -> None:
         self._arenas = arenas
         self._workers = workers
-        """The pool's, by rank."""
         self._islands = islands
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts. The first meeting decides this for all that come later."""
@@ -444,7 +438,6 @@ class Meeting:
             worker.unknown_to.discard(rank)
 
     def note_mapped(self, rank: int, message: messages.PeerReplaced) -> None:
-        """A rank knows a new worker."""
         worker = self._workers[message.rank]
         if worker.incarnation == message.incarnation:
             worker.unknown_to.discard(rank)

@@ -37,11 +37,9 @@ STAYS = "it did not leave a task that was stopped"
 
 
 def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
-    """The dispatches that cannot go on when `failed` do not; `dispatches` are the unfinished ones.
-
-    Those are: what consumes their output; what transfers state between two ranks between which
-    they do; and what comes after them on ranks that exchange data in them.
-    """
+    """The unfinished dispatches that cannot go on when `failed` do not: what consumes their output, what
+    transfers state between two of their ranks, and what comes after them on ranks that exchange data in
+    them."""
     lost = {number for number in failed if number in dispatches}
     while True:
         more = {
@@ -66,7 +64,6 @@ class Recovery:
 
     def __init__(self, pool: WorkerPool, attempts: Attempts) -> None:
         self.waiting_for: set[int] = set()
-        """Ranks that have not answered yet."""
         self._all_have_left = False
         self._pool = pool
         self._attempts = attempts
@@ -142,10 +139,7 @@ class Recovery:
         self._pool.meeting.held_back.clear()
 
     def look(self) -> None:
-        """Give up dispatches that do not end in time, and kill the ranks that do not leave one in time.
-
-        The ranks that wait for a hung one leave. It does not, and is known by that.
-        """
+        """Give up dispatches that take too long, and kill the ranks that do not leave one in time."""
         now_s = self._pool.clock.now_s
         for attempt in self._attempts.leaving.values():
             late = attempt.dispatch.ranks_involved & self.waiting_for if now_s > attempt.deadline_s else ()
@@ -161,21 +155,16 @@ class Recovery:
 
     @property
     def _concerned(self) -> set[int]:
-        """The living ranks that take part in what is given up."""
         leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
         return {rank for each in leaving for rank in each.ranks_involved} - self._pool.meeting.held_back
 
     def _ask(self, questions: Mapping[int, Abandon | RestartEdges]) -> None:
-        """Wait for an answer of every one of these ranks."""
         self.waiting_for = set(questions)
         for rank in sorted(questions):
             self._pool.workers[rank].tell(questions[rank])
 
     def _peers_of(self, rank: int) -> frozenset[int]:
-        """The living ranks with which it has to restart its count: it exchanged lost state with them.
-
-        Not all ranks concerned: between others of them a transfer may be under way that goes on.
-        """
+        """The living ranks with which it exchanged lost state: it restarts its count with these alone."""
         leaving = [attempt.dispatch for attempt in self._attempts.leaving.values()]
         pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
         return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}
@@ -197,14 +186,11 @@ class Cause:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch."""
-
     dispatch: Dispatch
     deadline_s: float
     """When it counts as overdue; if it is given up, when a rank that has not left it does."""
     paused_before_s: float = 0.0  # AwakeClock.paused_s at its begin
     reports: dict[int, RankTimes] = field(default_factory=dict)
-    """By rank that has done its part of the task."""
     is_given_up: bool = False
     cause: Cause | None = None
     """Why it is given up; None if that is no fault of its own."""
@@ -240,8 +226,7 @@ class Attempts(dict[int, Attempt]):
         self[dispatch.number] = Attempt(dispatch, deadline_s, paused_before_s)
 
     def report(self, number: int, times: RankTimes) -> bool:
-        """A rank has done its part. Returns whether that counts: a second report does not, nor one of an
-        earlier run or of a dispatch that is given up."""
+        """Whether a rank's report counts: the first one, of a dispatch of this run that is not given up."""
         attempt = self.get(number)
         if attempt is None or attempt.is_given_up or times.rank not in attempt.unreported:
             return False

@@ -1,7 +1,4 @@
-"""Between runs: wait until ranks have started, and let them prepare steps of the jobs at hand.
-
-Both turn the pool's loop until no rank has anything left to do.
-"""
+"""Between runs: turn the pool's loop until ranks have started, and prepared steps of the jobs."""
 
 from __future__ import annotations
 
@@ -27,13 +24,10 @@ LOG_EVERY_S = 10.0
 
 
 def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
-    """Wait until all workers know each other and have loaded their models.
+    """Wait until all workers know each other and have loaded models, except those that none can load.
 
-    Models that no rank can load are left out (`HeldModels.unloadable`). A worker that fails is started again.
-    A rank that fails too often, or is not ready in time, is retired unless all are needed.
-
-    Raises: WorkerError with the reason when no rank, no model or not all needed ranks are left;
-    InterruptedRunError when a signal comes first.
+    A rank that fails too often, or is not ready in time, is retired.
+    Raises: WorkerError when no rank, no model or not all needed ranks are left; InterruptedRunError.
     """
     began_s = waited_since_s = logged_s = pool.clock.now_s
     pool.begin_start()
@@ -50,13 +44,7 @@ def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:
 def warm_up(
     pool: WorkerPool, items: Sequence[WarmUp], signals: SignalPipe | None = None
 ) -> Iterator[tuple[WarmUp, WarmedUp]]:
-    """Prepare steps on all workers; yields each item when all of them have it, or have failed.
-
-    A worker that dies is started again, as in `wait_ready`, without these steps.
-
-    Raises: WorkerError when no rank or not all needed ranks are left, or when none answers in time;
-    InterruptedRunError at a signal.
-    """
+    """Prepare steps on all workers; yields each item when all are done. Raises: as `hear`; WorkerError."""
     for worker in pool.living:
         worker.prepare(items)
     left, heard_s = list(items), pool.clock.now_s
@@ -76,11 +64,7 @@ def warm_up(
 
 
 def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tuple[RankProcess, Any]]:
-    """What one turn of the pool's loop brings of workers that run no tasks.
-
-    Raises: InterruptedRunError when a signal comes; WorkerError when no rank, no model or not all needed
-    ranks are left.
-    """
+    """One turn of the pool's loop. Raises: InterruptedRunError; WorkerError without all that is needed."""
     pool.meeting.held_back.clear()
     found = []
     with contextlib.ExitStack() as stack:
@@ -105,10 +89,7 @@ def hear(pool: WorkerPool, signals: SignalPipe | None, *, doing: str) -> list[tu
 
 
 def leave_behind(pool: WorkerPool, reason: str) -> None:
-    """Retire the ranks that are not ready.
-
-    Raises: WorkerError when no rank or not all needed ranks are left.
-    """
+    """Retire ranks that are not ready. Raises: WorkerError when none, or not all needed ones, are left."""
     late = [worker for worker in pool.living if not worker.has_started]
     late = late or [pool.workers[rank] for each in pool.living for rank in each.unknown_to]
     late = list(dict.fromkeys(late))  # several may wait for the same one

@@ -1,12 +1,10 @@
-"""The process backend: turns dispatches into messages to workers, and their answers into events.
-
-A failure becomes an event when it is settled (recovery.py has the rounds): when the control plane learns of
-it, the ranks are free again.
-"""
+"""The process backend: turns dispatches into messages to workers, and settled answers into events; slabs."""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +17,80 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import Event
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc import messages
+from gfgen.runtime.ipc.messages import StartJob
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.processes.child import GONE, Joined, Loaded, Lost, Phase, RankProcess, WriterProcess
-from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery
 from gfgen.runtime.processes.writes import Writes
 from gfgen.system.signals import SignalPipe
+
+logger = logging.getLogger(__name__)
+
+
+class JobMemory:
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        output_dir: Path,
+        resume_points: Mapping[str, ResumePoint] | None = None,
+    ) -> None:
+        self.jobs = {job.job_id: job for job in jobs}
+        self.output_dir = output_dir
+        self._resume_points = dict(resume_points or {})
+        self._slabs: dict[str, int] = {}
+
+    def slab(self, job_id: str) -> int:
+        """The job's slab, made at its first task with kept state. Raises: OSError, ValueError, KeyError."""
+        if job_id not in self._slabs:
+            job, point = self.jobs[job_id], self._resume_points.get(job_id)
+            plan = SlabPlan.of(job.trajectory)
+            self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
+            self._resume_points.pop(job_id, None)
+        return self._slabs[job_id]
+
+    def introduce(self, job_id: str, worker: RankProcess) -> None:
+        """Make a job known to a worker, before its first task there."""
+        if job_id not in worker.jobs:
+            job = self.jobs[job_id]
+            message = StartJob(job.spec, job.trajectory, str(job.checkpoint), job.shape)
+            worker.tell(message, (self.slab(job_id),))
+            worker.jobs.add(job_id)
+
+    def save(
+        self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int, given_up: GivenUp
+    ) -> None:
+        """Keep a stopped job's state for the next run; if that fails, the job starts again then."""
+        if job_id in self._resume_points:  # none of its tasks began, so the kept state is unchanged
+            return
+        job, path = self.jobs[job_id], resume.resume_path(self.output_dir, job_id)
+        point = ResumePoint(next_index, producer, pool.last_number, path, given_up)
+        try:
+            resume.save(
+                point,
+                job,
+                self.slab(job_id),
+                weights=pool.models.weights_mark(job.checkpoint),
+                computed_with=pool.settings.computed_with,
+            )
+        except OSError as error:
+            logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
+
+    def release(self, job_id: str) -> None:
+        if job_id in self._slabs:
+            os.close(self._slabs.pop(job_id))
+        self._resume_points.pop(job_id, None)
+        self.jobs.pop(job_id, None)
+        resume.forget(self.output_dir, job_id)
+
+    def close(self) -> None:
+        for fd in self._slabs.values():
+            os.close(fd)
+        self._slabs.clear()
+
 
 _ANSWER_S = 1.0
 """The longest wait for the ranks' memory use at the end of a run."""
@@ -37,8 +102,7 @@ class Requests(Protocol):
     def fileno(self) -> int: ...
 
     def take_events(self, now_s: float) -> Sequence[Event]:
-        """The requests since the last call, as events of this moment. Their only effect is a turn of the
-        loop, which looks at the intake."""
+        """The requests since the last call, whose only effect is a turn of the loop."""
 
 
 WarmUps = Callable[[Sequence[AdmittedJob]], Sequence[messages.WarmUp]]
@@ -70,11 +134,8 @@ class ProcessBackend:
         for source in self._inputs:
             pool.listen(source)
         self._warm_ups: WarmUps | None = None
-        """Chooses what ranks prepare between tasks for these jobs."""
         self._kinds: set[object] = set()
-        """Of all jobs so far."""
         self._names: dict[str, set[str]] = defaultdict(set)
-        """By checkpoint: its models, unless their failure to load has been reported."""
         self._told: set[str] = set()
         """Models whose failure to load has been reported."""
         self._pinged_s = pool.clock.now_s
@@ -104,8 +165,6 @@ class ProcessBackend:
                 self._pending.append(
                     events.RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s)
                 )
-
-    # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, then those that are due; none if nothing happened for a tick."""
@@ -171,11 +230,9 @@ class ProcessBackend:
         self._memory.release(job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
-        """Keep a stopped job's state for the next run."""
         self._memory.save(job_id, self._pool, next_index=next_index, producer=producer, given_up=given_up)
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        """Let all ranks hold these models and no others."""
         for name, checkpoint in models.items():
             self._names[str(checkpoint)].add(name)
         self._told.difference_update(models)
@@ -214,10 +271,7 @@ class ProcessBackend:
         self._memory.close()
         self._writes.close()
 
-    # What processes say ------------------------------------------------------------------------
-
     def _load_failures(self) -> Iterator[events.LoadFailed]:
-        """Models that no rank can load, each once."""
         for checkpoint, reason in self._pool.models.unloadable.items():
             names = self._names.pop(checkpoint, set()) - self._told
             self._told |= names
@@ -225,7 +279,6 @@ class ProcessBackend:
                 yield events.LoadFailed(self._clock.now_s, tuple(sorted(names)), reason)
 
     def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
-        """The events that a message, or a change of a process, means for the run."""
         now_s = self._clock.now_s
         if isinstance(source, WriterProcess):
             yield from self._writes.events_of(source, what, now_s)
@@ -298,10 +351,7 @@ class ProcessBackend:
         jobs = [job for job in self._memory.jobs.values() if str(job.checkpoint) in held]
         return self._warm_ups(jobs) if self._warm_ups else ()
 
-    # Processes that hang ----------------------------------------------------------------------------
-
     def _look_for_hung_processes(self) -> None:
-        """Kill processes that hang; the loop then notices their end."""
         now_s, living = self._pool.clock.now_s, self._pool.living
         if now_s >= self._pinged_s + self._pool.patience.ping_s:
             self._pinged_s = now_s
@@ -314,7 +364,6 @@ class ProcessBackend:
         self._recovery.look()
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:
-        """Let the ranks that hold a job's state send the parts that others need."""
         for source in sorted({transfer.source for transfer in dispatch.transfers}):
             assert dispatch.producer is not None
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])

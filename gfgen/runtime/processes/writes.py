@@ -1,7 +1,4 @@
-"""Frames on their way from a worker to a file: their memory, and the writer that encodes them.
-
-A writer gets one file at a time. The others wait here for whichever writer is free first.
-"""
+"""Frames on their way from a worker to a file, one for each writer; the others wait for whichever is free."""
 
 from __future__ import annotations
 
@@ -36,19 +33,12 @@ SLOWEST_BYTES_PER_S = 1e6
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """The file of a job, from its decode until it is there."""
-
     job: AdmittedJob
     number: int
-    """The dispatch of the decode."""
     frames: int
-    """Their memory, kept until the end because a writer may die."""
     storing: set[int] = field(default_factory=set)
-    """Ranks that copy their frames to it."""
     is_decoded: bool = False
-    """The decode has ended."""
     since_s: float = 0.0
-    """When the decode ended, or the writer began."""
     writer: WriterProcess | None = None
     num_tries: int = 0
     retry_s: float | None = None
@@ -56,11 +46,7 @@ class _File:
 
 
 class Writes:
-    """Hands frames to idle writers.
-
-    With `waits_for_space`, a file for which the disk has no room waits until there is room or the run stops;
-    otherwise its job fails.
-    """
+    """Hands frames to idle writers; with `waits_for_space`, a full disk delays a file and fails no job."""
 
     def __init__(self, pool: WorkerPool, output_dir: Path, *, waits_for_space: bool = False) -> None:
         self._waits_for_space = waits_for_space
@@ -68,13 +54,8 @@ class Writes:
         self._output_dir = output_dir
         self._files: dict[str, _File] = {}
 
-    # Frames ---------------------------------------------------------------------------------
-
     def new_frames(self, job: AdmittedJob, number: int) -> int:
-        """Memory for the frames of a decode, uint8 [F, H, W, 3]; replaces that of a failed attempt.
-
-        The rank makes it larger if only the decode knows their size.
-        """
+        """Memory for the frames of a decode; the rank makes it larger if only the decode knows their size."""
         self.release(job.job_id)
         fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
         os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
@@ -82,7 +63,6 @@ class Writes:
         return fd
 
     def expect(self, job_id: str, rank: int) -> None:
-        """A rank has decoded its part, and copies its frames."""
         self._files[job_id].storing.add(rank)
 
     def decoded(self, job_id: str) -> None:
@@ -97,7 +77,6 @@ class Writes:
                 file.storing.discard(rank)
 
     def storing(self, rank: int) -> set[int]:
-        """The decodes whose frames a rank copies."""
         return {file.number for file in self._files.values() if rank in file.storing}
 
     def lose_frames(
@@ -107,13 +86,8 @@ class Writes:
         files = [file for file in self._files.values() if file.number in numbers and file.is_decoded]
         yield from self._lose(files, reason, now_s, lost=lost)
 
-    # Files ----------------------------------------------------------------------------------
-
     def look(self, now_s: float) -> Iterator[FramesLost]:
-        """Give out files that wait, and kill processes that take too long for one.
-
-        A run that stops does not wait for room on the disk.
-        """
+        """Give out waiting files unless the run stops, and kill processes that take too long for one."""
         decoded = [file for file in self._files.values() if file.is_decoded]
         for file in decoded:
             waited_s = self._pool.clock.now_s - file.since_s
@@ -168,7 +142,6 @@ class Writes:
     def _lose(
         self, files: Sequence[_File], reason: str, now_s: float, *, lost: bool = True
     ) -> Iterator[FramesLost]:
-        """Their decodes have to run again."""
         for job_id in [file.job.job_id for file in files]:
             self.release(job_id)
             yield FramesLost(now_s, job_id, reason, lost=lost)
@@ -184,7 +157,6 @@ class Writes:
             self._pool.add_writer()
 
     def _waiting(self) -> list[_File]:
-        """Files that a writer can begin."""
         now_s = self._pool.clock.now_s
         complete = [each for each in self._files.values() if each.is_decoded and not each.storing]
         tried = [each for each in complete if each.writer is None and each.num_tries < MAX_WRITES]
@@ -203,11 +175,7 @@ class Writes:
             metadata=describe(job.spec, weights=weights),
             replaces=job.replaces,
             replaces_numbered=job.replaces_numbered,
-            made_for={
-                "id": job.job_id,
-                "spec_hash": job.info.spec_hash,
-                "job_file": job.info.job_file,
-            },
+            made_for={"id": job.job_id, "spec_hash": job.info.spec_hash, "job_file": job.info.job_file},
         )
 
     def _path_of(self, file: _File) -> Path:

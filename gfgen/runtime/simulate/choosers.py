@@ -13,11 +13,9 @@ from gfgen.snapshot import Choice, Choose, Snapshot
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 5e-5
-"""Sleep in each turn of a look ahead in a thread, which frees the interpreter. A turn takes about 0.1 ms, so
-the control loop waits at most that long."""
+"""Sleep in each turn (0.1 ms) of a look ahead in a thread: the control loop waits at most that long."""
 CLOSE_TIMEOUT_S = 5.0
-"""At the end of the run, a choice in progress stops within a turn. One that never looks ahead is left behind
-after this timeout and ends with the process."""
+"""At the end of the run, a choice that has not stopped by then is left behind and ends with the process."""
 
 
 class ImmediateChooser:
@@ -76,13 +74,10 @@ class ThreadedChooser:
 
 
 class _Thought(threading.Thread):
-    """A choice in progress."""
-
     def __init__(self, choose: Choose, snapshot: Snapshot, last: Choice | None) -> None:
         super().__init__(name="chooser", daemon=True)
         self._asked = choose, with_foresight(snapshot, pause=self._pause), last
         self.choice: Choice | None = None
-        """Written by the thread, before it ends."""
         self.is_abandoned = False
         self.start()
 

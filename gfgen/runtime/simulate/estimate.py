@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gfgen.errors import PolicyError
 from gfgen.graph import STEPS
@@ -28,22 +29,16 @@ from gfgen.system.signals import DECISION_LIMIT_S, DecisionTimeout, within
 
 
 def everything_open(
-    jobs: Sequence[AdmittedJob],
-    *,
-    num_ranks: int,
-    profile: Profile,
-    started_at: float = 0.0,
-    batch: int = 1,
+    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, **start: Any
 ) -> Snapshot:
-    """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
+    """The snapshot from which estimates start: all jobs are open, also later ones. start: of `RunStart`."""
     state = State(
         jobs,
         RunStart(
             num_ranks=num_ranks,
             num_writers=profile.num_writers(num_ranks),
             lookahead_s=LOOKAHEAD_S,
-            started_at=started_at,
-            batch=batch,
+            **start,
         ),
         clock=Clock(virtual=True),
         costs=CostModel(profile),
@@ -74,12 +69,7 @@ def seldom_asked(text: str) -> NamedPolicy:
 
 
 class SeldomAsked:
-    """Calls a policy only when jobs arrive or end; in between, jobs continue their steps on their ranks.
-
-    After arrivals, after as many ends as jobs run, and if ranks stay idle after an end, the policy is called
-    until every task of that moment has ended, and then once more for each rank, as in estimates. Otherwise a
-    simulation of many jobs spends most of its time in the policy.
-    """
+    """Calls a policy only when jobs arrive or end: it takes most of the time of long simulations."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -130,10 +120,7 @@ def estimate(
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
-    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks
-    take no time. `ended` is called for each job that ends.
-
-    None if the policy fails or leaves jobs waiting; a simulation shows the details.
+    Tasks take their median time, moves none. None if the policy fails or leaves jobs waiting.
     Raises: DecisionTimeout if the policy does not return.
     """
     in_time = functools.partial(within, DECISION_LIMIT_S, lambda now: list(policy.decide(now)))

@@ -14,8 +14,6 @@ from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted ends, in seconds since the start of the run."""
-
     ends_s: dict[str, float]
     late: frozenset[str]
     """Jobs that are predicted to miss their deadline."""
@@ -47,11 +45,7 @@ def predict(
     now_s: float,
     policy: str,
 ) -> Forecast:
-    """Running jobs continue on their ranks; the others follow in the policy's order.
-
-    Running jobs that have a rank in common, as those of a batch, end together. A rough list schedule, one
-    rank per job, without preemption: right for the whole run and for the next jobs, and updated often.
-    """
+    """A rough list schedule without preemption: running jobs go on, others follow in the policy's order."""
     ends_s: dict[str, float] = {}
     starts_s: dict[str, float] = {}
     free_at = dict.fromkeys(ranks, now_s)

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import ClassVar
@@ -69,7 +69,6 @@ class PlanOption:
     failed: tuple[FailedJob, ...]
     """In the order in which they fail."""
     ends_s: tuple[float, ...]
-    """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
     doubts: Collection[UncertainEstimate] = ()
@@ -93,7 +92,6 @@ class PlanWindow:
     started_at: float
     by_s: float | None = None
     batch: int = 1
-    """The most jobs that take their steps together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +101,12 @@ class Plan:
     by_policy: tuple[PlanOption, ...]
     """Every policy on the given ranks, the best first."""
     by_ranks: tuple[PlanOption, ...]
-    """The best policy on each number of ranks, the smallest number first."""
     refused: tuple[str, ...] = ()
     """Policies that cannot run these jobs, with reasons."""
     has_writes: bool = True
     """Whether the times include writing files."""
     machine: str = ""
-    """The machine, and the source of its times."""
     ranks_per_node: int | None = None
-    """None: one machine."""
 
     @property
     def unit(self) -> str:
@@ -119,7 +114,6 @@ class Plan:
         return "rank" if self.ranks_per_node is None else "node"
 
     def number(self, num_ranks: int) -> int:
-        """These ranks, in units."""
         return num_ranks // (self.ranks_per_node or 1)
 
     def counted(self, num_ranks: int) -> str:
@@ -146,10 +140,7 @@ PlanProgress = Callable[[str, float], None]
 
 
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
-    """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency.
-
-    An estimate leaves out moves, so its mean latency must be less by more than that.
-    """
+    """By late and failed jobs, then by end; among about equal ends by mean latency, if simulated."""
 
     def latency_s(option: PlanOption) -> float:
         return option.mean_latency_s * (1.0 if option.is_estimated else 1 / SAME_END)
@@ -167,10 +158,7 @@ def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
 
 
 def _on(policy: str, num_ranks: int) -> str:
-    """The policy's name on this many ranks, its degree lowered to one that it accepts.
-
-    On one rank, the name alone if its defaults are the same policy.
-    """
+    """The policy's name on this many ranks, its degree lowered to one that it accepts."""
     plain = policy.partition(",")[0]
     for most in range(num_ranks, 0, -1):
         text = _with_degree_up_to(most, policy)
@@ -187,11 +175,7 @@ def _with_degree_up_to(most: int, policy: str) -> str:
 
 @dataclass(kw_only=True)
 class Planner(ABC):
-    """Simulates or estimates the same jobs under policies on different numbers of ranks, or of nodes.
-
-    Few jobs are always simulated in full. With many jobs everything is estimated, except for the best policy
-    on the given number: the first of the table after its own simulation.
-    """
+    """Simulates, or with many jobs estimates, the same jobs under policies on numbers of ranks or nodes."""
 
     unit: ClassVar[str] = "rank"
     jobs: Sequence[AdmittedJob]
@@ -201,9 +185,7 @@ class Planner(ABC):
     is_coarse: bool = False
     """Whether it estimates."""
     refused: list[str] = field(default_factory=list)
-    """Why policies are left out."""
     _total: float = 1.0
-    """All work, in units of one full simulation."""
 
     @abstractmethod
     def in_full(self, policy: str, number: int) -> PlanOption:
@@ -214,7 +196,6 @@ class Planner(ABC):
         """The estimated option; None if only a simulation can tell. Raises: RunError, DecisionTimeout."""
 
     def expect(self, num_looks: int, *, may_estimate: bool = True) -> None:
-        """Set the number of options that will be evaluated, which decides whether they are estimated."""
         num_tasks = sum(job.trajectory.num_tasks for job in self.jobs)
         self.is_coarse = may_estimate and num_looks > 1 and num_looks * num_tasks > FULL_TASKS
         self._total = 1 + num_looks * ESTIMATE_SHARE if self.is_coarse else num_looks
@@ -276,17 +257,16 @@ class RankPlanner(Planner):
 
     residency: Callable[[int], Residency | None] = lambda _: None
     """What lets models take turns on a number of ranks; then nothing is estimated."""
+    reads_s: Mapping[str, float] = field(default_factory=dict)
+    """As in `RunStart`; with any, nothing is estimated, since estimates share no steps."""
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
 
     def plan(self, policies: Sequence[str], *, num_ranks: int, rank_counts: Sequence[int]) -> Plan:
         """Every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-        A degree that a policy does not accept on that many ranks is lowered to the next one that it accepts,
-        which the log says. If the best policy misses something on another number of ranks, the next ones are
-        tried there until one does not. Once every policy misses something on a number of ranks, or the work
-        does not fit, smaller numbers are not searched further.
-
+        Degrees are lowered to those that a policy accepts, which the log says. On other numbers the next best
+        policies are tried until one misses nothing; where all do, smaller numbers are not searched.
         Raises: RunError when no policy can run the jobs.
         """
         called = {policy: _on(policy, num_ranks) for policy in policies}
@@ -294,7 +274,8 @@ class RankPlanner(Planner):
             if name != asked:
                 logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
         names, others = dict.fromkeys(called.values()), {*rank_counts} - {num_ranks}
-        self.expect(len(names) + len(others), may_estimate=self.residency(num_ranks) is None)
+        may_estimate = not self.reads_s and self.residency(num_ranks) is None
+        self.expect(len(names) + len(others), may_estimate=may_estimate)
         here = self.best_on(names, num_ranks)
         found: dict[int, PlanOption | None] = {num_ranks: here[0]} if num_ranks in rank_counts else {}
         is_hopeful = here[0].meets_all
@@ -317,6 +298,7 @@ class RankPlanner(Planner):
             started_at=self.window.started_at,
             batch=self.window.batch,
             residency=self.residency(number),
+            reads_s=self.reads_s,
             observers=[OutcomeRecorder(self.note(policy, number))],
         )
         return option_of_run(run, policy, self.window.by_s)
@@ -350,6 +332,7 @@ class RankPlanner(Planner):
                 profile=self.profile,
                 started_at=self.window.started_at,
                 batch=self.window.batch,
+                reads_s=self.reads_s,
             )
         return self._snapshots[num_ranks]
 

@@ -40,11 +40,7 @@ _before, _after = attrgetter(*_names[:_place]), attrgetter(*_names[_place + 4 :]
 def rollout_ends(
     snapshot: Snapshot, policy: Policy, *, ended: Callable[[], None] = lambda: None
 ) -> Mapping[str, float]:
-    """When each open job of a snapshot ends under a policy, without bounds on jobs or turns.
-
-    A job with a future arrival joins then. A job that the policy never starts is missing. `ended` is called
-    for each job that ends.
-    """
+    """When each open job ends under a policy, with a call of `ended`; one that never starts is missing."""
     arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
     start = replace(snapshot, open={}, costs=RolloutCosts(snapshot), orders=None, recent=())
     rollout = _Rollout(start, policy, arrivals, ended=ended)
@@ -53,11 +49,7 @@ def rollout_ends(
 
 
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: None) -> Snapshot:
-    """The same snapshot with `foresee`, whose results are independent of earlier calls.
-
-    It holds only plain values, so that another thread can look ahead during the run. `pause` is called in
-    every turn to yield the processor.
-    """
+    """The same snapshot with `foresee`, plain values for another thread; `pause` is called each turn."""
     costs = RolloutCosts(snapshot)
     present, parked = _present(snapshot), _sample(snapshot.parked.values())
     num_jobs = len(snapshot.open) + len(snapshot.busy) + len(snapshot.parked)
@@ -80,10 +72,7 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: No
 
 
 def _present(snapshot: Snapshot) -> Sequence[JobView]:
-    """At most MAX_JOBS present jobs: those that run, and the next due; without deadlines jobs of all lengths.
-
-    With a hundred thousand jobs, the head of a maintained list is cheaper than a pass over all.
-    """
+    """Those that run, and the next due: the head of a maintained list, since a pass over all takes long."""
     if len(snapshot.open) + len(snapshot.busy) <= MAX_JOBS:
         return (*snapshot.open.values(), *snapshot.busy.values())
     running = [running.task.job_id for running in snapshot.running]
@@ -108,10 +97,7 @@ def _due(job: JobView) -> tuple[float, float]:
 
 
 def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
-    """The recent arrivals repeated from now on, with the same intervals.
-
-    None if no more are expected, or if they all came at once, because a batch is not continuing traffic.
-    """
+    """The recent arrivals repeated from now on; None if no more are expected, or all came at once."""
     recent = snapshot.recent
     if not snapshot.expects_more or len(recent) < 2 or recent[-1].arrival_s <= recent[0].arrival_s:
         return ()
@@ -135,10 +121,7 @@ def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
 
 @dataclass(slots=True)
 class _Segment:
-    """Consecutive tasks of one job on one layout."""
-
     job: JobView
-    """The job at the start of the segment."""
     seen: JobView | None
     """The job as policies see it during its current task: at its next one, or None if that is the last."""
     layout: Layout
@@ -158,8 +141,6 @@ class _Segment:
 
 
 class _Rollout:
-    """One look ahead."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -207,10 +188,7 @@ class _Rollout:
         """Ranks with the last task of a job, which policies no longer see."""
 
     def outlook(self, *, num_unseen: int) -> Outlook:
-        """Simulate until all jobs have ended, or MAX_TURNS is reached.
-
-        num_unseen: present jobs beyond MAX_JOBS.
-        """
+        """Simulate until all jobs have ended, or MAX_TURNS; `num_unseen` are those beyond MAX_JOBS."""
         self.pass_turns(MAX_TURNS)
         left = [
             *self._open.frozen().values(),
@@ -313,7 +291,6 @@ class _Rollout:
         self._settled_s = max(ends_s, default=self._now_s)
 
     def _decide(self) -> None:
-        """Start the policy's decisions."""
         if not len(self._open):
             return
         snapshot = self._snapshot()
@@ -409,15 +386,9 @@ def _with_options(job: JobView, index: int) -> JobView:
     return replace(job, num_approximable=num_approximable, saving_s=saving_s, may_approximate=may_approximate)
 
 
-# Costs ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class KindCosts:
-    """Seconds of the tasks of one kind of job."""
-
     stages_s: dict[Stage, float]
-    """Encode and prepare."""
     steps_s: dict[Degrees, float]
     """A step, by degrees; the mean of all steps if some are approximate."""
     decodes_s: dict[int, float]
@@ -433,7 +404,6 @@ class RolloutCosts:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._kinds: dict[str, JobKind] = {}
-        """By job."""
         examples: dict[JobKind, JobView] = {}
         known = (snapshot.open.values(), snapshot.busy.values(), snapshot.parked.values(), snapshot.recent)
         for job in itertools.chain.from_iterable(known):
@@ -444,7 +414,6 @@ class RolloutCosts:
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
-        """Give a job the costs of another one."""
         self._kinds[job_id] = self._kinds[other]
 
     def spread(self, task: Task, layout: Layout) -> float:

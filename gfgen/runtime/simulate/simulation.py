@@ -1,8 +1,4 @@
-"""A whole run in virtual time: the real control plane, state and policy over simulated ranks.
-
-The true durations come from a profile. They are independent of the cost model that the policies see, which
-changes during the run.
-"""
+"""A run in virtual time: the real control plane and policy over ranks whose true times are a profile's."""
 
 from __future__ import annotations
 
@@ -53,7 +49,6 @@ class Simulated:
     doubts: Collection[UncertainEstimate] = ()
     """Predictions without a measurement of the same task (`cost.uncertain` describes them)."""
     outcomes: Sequence[JobOutcome] = ()
-    """In the order in which the jobs end."""
     num_ranks: int = 1
 
 
@@ -69,16 +64,14 @@ def simulate(
     load: Callable[[str], NamedPolicy] = load_policy,
     **start: Any,
 ) -> Simulated:
-    """Run these jobs in virtual time, with task times from the profile.
+    """Run these jobs in virtual time, with task times from the profile, or `times`.
 
-    The policy sees the same predictions as in a real run that starts from this profile. `times` replaces the
-    profile's true times. `residency`, for one run only, lets models take turns; without it all of them are in
-    memory. `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
-
+    The policy sees the predictions of a real run. `residency`, for one run only, lets models take turns.
+    `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
-    times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
+    times = times or profiled_times(profile, jobs, num_ranks=num_ranks, reads_s=start.get("reads_s"))
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
         jobs,
@@ -110,7 +103,6 @@ def simulate(
 
 class OutcomeRecorder(Observer):
     def __init__(self, note: Callable[[], None] = lambda: None) -> None:
-        """note: called for each job that ends."""
         self.outcomes: list[JobOutcome] = []
         self._note = note
 
@@ -119,21 +111,15 @@ class OutcomeRecorder(Observer):
         self._note()
 
 
-# Simulated ranks ----------------------------------------------------------------------
-
 DispatchSeconds = Callable[[Dispatch], float]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
     task_s: DispatchSeconds
-    """A task while the other ranks idle."""
     loaded_s: DispatchSeconds | None = None
-    """A task while all other ranks are busy; None if they make no difference."""
     move_s: DispatchSeconds = lambda _: 0.0
-    """The move of a task's input to its ranks."""
     write_s: DispatchSeconds = lambda _: 0.0
-    """The file of a decode; each writer writes one file after the other."""
     num_writers: int = 1
     dispatch_s: float = 0.0
     """From a decision to the task's start on a free rank."""
@@ -151,7 +137,6 @@ class SimulatedBackend:
         """Dispatches of this turn of the loop; their durations depend on each other."""
         self._writers_free_s = [0.0] * times.num_writers
         self._stopped: set[int] = set()
-        """Stopped dispatches; their scheduled ends are dropped."""
         self._called_off: set[str] = set()
         """Jobs with a stopped decode; their files are not written."""
         for rank in range(num_ranks):
@@ -166,7 +151,6 @@ class SimulatedBackend:
         return [event for event in self._clock.due() if self._comes_about(event)]
 
     def _comes_about(self, event: Event) -> bool:
-        """Whether the task of a scheduled event was not stopped."""
         if isinstance(event, TaskDone):
             return event.dispatch not in self._stopped
         return not (isinstance(event, OutputWritten) and event.job_id in self._called_off)
@@ -253,17 +237,16 @@ class SimulatedBackend:
         self._clock.at(OutputWritten(free_s[writer], dispatch.task.job_id, "", 0, lasts_s, writer))
 
 
-# The true durations ------------------------------------------------------------------
-
-
-def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+def profiled_times(
+    profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1, reads_s: Any = None
+) -> SimulatedTimes:
     """The durations of these jobs' tasks, moves and files.
 
-    Tasks vary around their medians as much as in the measurement, because exact predictions would flatter the
-    policies that use them. A task varies equally in every simulation, so that policies are compared on equal
-    terms. Ranks that do not slow each other down are GPUs, each with its own writer.
+    Tasks vary as measured, since exact predictions flatter policies, and equally in every simulation. Ranks
+    that do not slow each other down are GPUs, each with its own writer.
     """
     costs, by_id = CostModel(profile), {job.job_id: job for job in jobs}  # a cost model that never learns
+    costs.reads_s = reads_s or {}
     estimates: dict[object, Estimate] = {}
 
     def cost_class(dispatch: Dispatch) -> CostClass:

@@ -1,18 +1,15 @@
-"""A rank's device, with its models: main memory and the CPU here; a GPU in gpu.py.
-
-A worker's main thread launches tasks, and its watcher waits for their ends. On a CPU a task has ended when
-its launch returns.
-"""
+"""A rank's models on the CPU, where a task has ended when its launch returns; a GPU is in gpu.py."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,13 +17,15 @@ from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import LayoutGroup
-from gfgen.models.families.adapter import Adapter, Fields
+from gfgen.graph import Stage
+from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
 from gfgen.models.fast import stop_checks
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.streaming.turns import in_turns
 from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, WarmUp
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.execution import are_separate, execute
-from gfgen.runtime.worker.jobs import RankTask
+from gfgen.runtime.worker.jobs import RankTask, step_input
 from gfgen.system.machine import give_back_freed_memory
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
@@ -69,6 +68,11 @@ class Device:
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
         )
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of models with streamed blocks; 0 without any."""
+        return max((each.read_bytes_per_s for each in self.adapters.values()), default=0.0)
 
     def load(self, path: str) -> None:
         """Load the model of this checkpoint."""
@@ -114,16 +118,12 @@ class Device:
             job.fetch_latents(task, message.producer)
 
     def _receive(self, work: RankTask, outline: jobs.Outline) -> Fields:
-        """The latents that other ranks send."""
         return jobs.receive_state(
             self.endpoint.recv, work.message.transfers, outline, dispatch=work.message.number
         )
 
     def run(self, works: Sequence[RankTask]) -> None:
-        """Meet the other ranks and launch a task, or steps of several jobs, which this rank runs alone.
-
-        Raises: InputVoidError when the last of them is given up; AbortedError when all of them are.
-        """
+        """Meet the other ranks and launch a task, or steps of jobs. Raises: InputVoidError; AbortedError."""
         arrived_s = time.monotonic()
         group = meet(self.endpoint, works[0].message)
         started_s = time.monotonic()
@@ -141,10 +141,7 @@ class Device:
         return stop_checks.Watch(lambda: all(map(self._dispatches.is_void, numbers)))
 
     def finish(self, work: RankTask) -> None:
-        """Wait until a launched task has ended, and complete its times.
-
-        Raises: InputVoidError when it was given up; the error of an exchange between ranks.
-        """
+        """Wait for the end of a launched task, and complete its times. Raises: InputVoidError."""
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
         """Copy a computed dense tensor into a slab; the copy is complete on return."""
@@ -216,3 +213,52 @@ def reset_host_peak() -> None:
     """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> bool:
+    """Whether these are steps of several jobs each of which is computed as it is alone."""
+    adapter = adapters[works[0].job.start.checkpoint]
+    return len(works) > 1 and (adapter.takes_turns or not hasattr(adapter, "denoise_batch"))
+
+
+def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
+    """Run a task, or steps of several jobs, which share reads of blocks; one that raises gets its `error`."""
+    adapter = adapters[works[-1].job.start.checkpoint]
+    if len(works) == 1:
+        works[0].made = _executed(adapter, works[0], None if group is None else parallel_from(group))
+        return
+    if are_separate(adapters, works):
+        steps = [partial(_take_step, adapter, work) for work in works]
+        in_turns(steps) if adapter.takes_turns else [step() for step in steps]
+        return
+    step = works[-1].task.step
+    assert step is not None
+    made = cast(BatchAdapter, adapter).denoise_batch([step_input(each.job) for each in works], step=step)
+    for each, latents in zip(works, made, strict=True):
+        each.made = {"latents": latents}
+
+
+def _take_step(adapter: Adapter, work: RankTask) -> None:
+    try:
+        work.made = _executed(adapter, work, None)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors while the others go on
+        work.error = error
+
+
+def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> dict[str, Fields]:
+    task, spec, artifacts = work.task, work.job.start.spec, work.job.artifacts
+    match task.stage:
+        case Stage.ENCODE:
+            return {"prompt": adapter.encode(spec)}
+        case Stage.PREPARE:
+            condition, latents = adapter.prepare(spec, artifacts["prompt"])
+            return {"condition": condition, "latents": latents}
+        case Stage.DENOISE:
+            assert task.step is not None
+            return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
+        case Stage.APPROXIMATE:
+            assert task.step is not None
+            return {"latents": adapter.approximate(*step_input(work.job), step=task.step)}
+        case Stage.DECODE:
+            return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}

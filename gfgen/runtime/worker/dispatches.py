@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 
 AFTER_ALL = 2**63
-"""Larger than the number of any dispatch."""
 
 
 class InputVoidError(Exception):
@@ -22,10 +21,7 @@ class InputVoidError(Exception):
 
 
 class Dispatches:
-    """Which dispatches a rank is inside of, and when the next one may start.
-
-    `on_left` runs with the lock held, as soon as no thread is inside a set of abandoned dispatches.
-    """
+    """Which dispatches a rank is inside of. `on_left` runs, locked, when no thread is in abandoned ones."""
 
     def __init__(self, on_left: Callable[[frozenset[int]], None]) -> None:
         self.lock = threading.RLock()
@@ -93,10 +89,7 @@ class Dispatches:
     # Failures ---------------------------------------------------------------------------------
 
     def note_failure(self, number: int) -> None:
-        """Let nothing else start until the control plane has given this dispatch up.
-
-        The next dispatch may use the same edges, and would take for its own what was sent for this one.
-        """
+        """Let nothing start until this dispatch is given up: the next one could take what was sent for it."""
         with self.lock:
             if not self.is_void(number):
                 self._failed.add(number)
@@ -126,18 +119,11 @@ class Dispatches:
             self._changed.notify_all()
 
     def note_to_send(self, number: int) -> None:
-        """This rank has to send state for a dispatch."""
         with self.lock:
             self._unsent[number] = self._num_announced
 
     def await_arenas(self, number: int) -> None:
-        """Wait until all arenas are mapped that came before this dispatch's state was asked for.
-
-        Mapping waits for the device. So it would wait for sends that are enqueued behind it, and for
-        those of ranks that may wait with theirs until they have this rank's state.
-
-        Raises: InputVoidError when the dispatch is given up.
-        """
+        """Map what came before this dispatch's state was asked for. Raises: InputVoidError."""
         with self.lock:
             due = self._unsent.get(number, 0)
             self._changed.wait_for(lambda: self._num_mapped >= due or self.is_void(number))
@@ -170,7 +156,6 @@ class Dispatches:
             self._num_unsettled += 1
 
     def note_settled(self) -> None:
-        """The watcher has seen the end of the oldest launched task."""
         with self.lock:
             self._num_unsettled -= 1
             self._changed.notify_all()

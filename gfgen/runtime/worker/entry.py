@@ -18,6 +18,7 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.models.loading.random_weights import StoredWeights
+from gfgen.models.streaming.shards import Island
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady
 from gfgen.runtime.ipc.settings import WorkerSettings
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a CPU rank's process."""
     run_worker(channel_socket, settings, make_worker)
 
 
@@ -45,9 +45,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
 
 
 def run_worker(
-    channel_socket: socket.socket,
-    settings: WorkerSettings,
-    make: Callable[[Channel, WorkerSettings], Worker],
+    channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel, WorkerSettings], Worker]
 ) -> None:
     """Run a worker that `make` sets up, until its channel ends."""
     leave_to_the_run()  # which closes the channel
@@ -64,7 +62,8 @@ def run_worker(
         return
     with contextlib.suppress(ConnectionError):  # the control plane is gone
         device = worker.device
-        ready = WorkerReady(settings.rank, time.monotonic() - started_s, device.counts_tokens)
+        startup_s = time.monotonic() - started_s
+        ready = WorkerReady(settings.rank, startup_s, device.counts_tokens, device.read_bytes_per_s)
         channel.send(ready, device.arena_fds)
         worker.serve()
     sys.stderr.flush()
@@ -83,7 +82,6 @@ def load_models(
 
 
 def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> Adapter:
-    """The adapter of one model."""
     adapter = load_adapter(
         Path(path),
         device=device,
@@ -93,9 +91,19 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         kernels=settings.ranks.kernels,
         placement=settings.ranks.placements.get(path, WHOLE),
         copy_fd=settings.host_copies[path].fileno() if path in settings.host_copies else None,
+        island=_island(settings, path),
         quantised=settings.ranks.precision.quantised(Path(path)),
     )
     adapter.patches.keeps_on_host = path in settings.ranks.patch_copies_on_host
     adapter.patches.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
     give_back_freed_memory()
     return adapter
+
+
+def _island(settings: WorkerSettings, path: str) -> Island | None:
+    """The ranks that keep blocks of a model for each other; None if they keep none."""
+    if path not in settings.boards:
+        return None
+    ranks = settings.ranks
+    members = next(each for each in ranks.islands or [range(ranks.num_ranks)] if settings.rank in each)
+    return Island([settings.boards[path][rank] for rank in members], members.index(settings.rank))

@@ -1,11 +1,10 @@
 """Makes the steps of a GPU's rank fast: loads the kernels that they launch, and records forwards.
 
-Both take time in which other ranks must not wait for this one inside a task. So the rank does it before it
-enters a task, by a *rehearsal*: it runs a step alone, with zeros for what others would send
-(models/parallel/parallel.py). `warm_up` does this for all tasks of a kind of jobs, in parts that fit
-between tasks. Other kinds are recorded before a step, as soon as enough steps of that kind can be expected,
-if records of such forwards are worth it (models/fast/recording.py). Where texts are not padded, prompts of
-another length are another kind. Each rank counts and decides for itself (recording.py).
+Other ranks must not wait for either, so the rank does it before it enters a task, by a *rehearsal*: a step
+alone, with zeros for what others would send (models/parallel/parallel.py). `warm_up` does this for all tasks
+of a kind of jobs, in parts that fit between tasks. Other kinds are recorded before a step, as soon as enough
+steps of that kind can be expected, if records of such forwards are worth it (models/fast/recording.py). Each
+rank counts and decides for itself.
 """
 
 from __future__ import annotations
@@ -15,9 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import torch
+from torch import Tensor
+
+from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
+from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
-from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
+from gfgen.models.fast.recording import Graphs, NotWorthRecordingError, Replay
 from gfgen.models.geometry.rules import known
 from gfgen.models.parallel.parallel import Parallel, rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
@@ -45,10 +49,8 @@ class Kind(NamedTuple):
 
     checkpoint: str
     shapes: object
-    """Of the job and its artifacts."""
     degrees: tuple[int, int, int]
     texts: tuple[object, ...]
-    """By the lengths of the prompts."""
     slot: int
 
     @property
@@ -59,8 +61,6 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """What this rank has done with a kind."""
-
     num_steps: int = 0
     """Steps that ran; those of a batch count once for each job."""
     num_gone: int | None = None
@@ -104,11 +104,7 @@ class Forwards:
         self._seen(kind).num_steps += len(works)
 
     def is_to_record(self, kind: Kind, works: Sequence[RankTask]) -> bool:
-        """Whether to record the forwards of such steps before these.
-
-        The steps of a kind that ran are a sign that others follow, as those left of the job are. If records
-        were lost since a kind was recorded, the next job may record them again before its own first step.
-        """
+        """Whether enough such steps are to come that recording their forwards before these pays."""
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
         step, seen = works[-1].task.step or 0, self._kinds.get(kind, _Seen())
@@ -117,10 +113,7 @@ class Forwards:
         return is_due and kind.shape not in self._not_worth and seen.num_steps + num_left >= MIN_REPLAYS
 
     def record(self, kind: Kind, works: Sequence[RankTask]) -> None:
-        """Record the forwards of a step, or of a batch's, while no task of this rank runs.
-
-        If they are not worth it, this takes a part of one forward.
-        """
+        """Record the forwards of a step, or of a batch's, while no task of this rank runs."""
         self._seen(kind).num_gone = self._graphs.num_gone
         work, adapter = works[-1], self._adapters[kind.checkpoint]
         if not adapter.is_rehearsed:
@@ -142,10 +135,7 @@ class Forwards:
             self._not_worth.add(kind.shape)
 
     def warm_up(self, message: WarmUp) -> Iterator[None]:
-        """Run tasks like the message's, in every slot of its layouts; yields after each part.
-
-        Raises: what the model raises.
-        """
+        """Run tasks like the message's in every slot; yields after each part. Raises what the model does."""
         if (adapter := self._adapters.get(message.checkpoint)) is None:
             return  # models have changed
         spec, graphs = message.spec, self._graphs
@@ -173,10 +163,7 @@ class Forwards:
             yield
 
     def _rehearse_steps(self, adapter: Adapter, given: StepInput, parallel: Parallel | None) -> None:
-        """The first steps, whose solvers differ, one of each other expert, and one that is approximate.
-
-        Where nothing is recorded each of them evaluates the transformer, so only as many run as are needed.
-        """
+        """The steps whose solvers or experts differ, one each; without records no more than needed."""
         spec, latents = given.spec, given.latents
         num_steps = known(spec.steps)
         for step in range(min(num_steps, FIRST_STEPS if adapter.is_rehearsed else _ENOUGH_TO_APPROXIMATE)):
@@ -201,7 +188,6 @@ class Forwards:
         self._num_shortages = 0
 
     def _seen(self, kind: Kind) -> _Seen:
-        """What was done with a kind, which now is the one used last."""
         seen = self._kinds.setdefault(kind, _Seen())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > MAX_KINDS:
@@ -227,3 +213,54 @@ class Forwards:
 def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -> list[int]:
     """This step and, if later ones have another transformer, the last one."""
     return sorted({step, num_steps - 1 if boundary_ratio is not None else step})
+
+
+MIN_FREE_SHARE = 0.1
+"""Share of the memory that torch may use. With less free nothing is recorded: tasks need it."""
+
+
+class CudaRecorder:
+    """Captures on one device, in memory that all its graphs share, as much as the largest forward's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: SharedPool | None = None
+
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Replay:
+        if self._pool is None:
+            self._pool = SharedPool(self._device)
+        if parallel is None:
+            alone = CapturedAlone(lambda: function(None), capturing=self._pool.capturing)
+            return lambda _: alone.replay()
+        captured = Captured(_group_of(parallel), lambda _: function(parallel), capturing=self._pool.capturing)
+
+        def replay(parallel: Parallel | None) -> Tensor:
+            assert parallel is not None
+            group = _group_of(parallel)
+            assert not captured.unmatched(group), "a barrier that ranks without this record would not have"
+            return captured.replay(group)
+
+        return replay
+
+    def align(self, parallel: Parallel) -> None:
+        _group_of(parallel).align_banks()
+
+    def has_room(self) -> bool:
+        if not (is_enough := self._is_enough_free()):
+            torch.cuda.empty_cache()  # a graph's memory is not taken from what is kept for tasks
+            is_enough = self._is_enough_free()
+        return is_enough
+
+    def _is_enough_free(self) -> bool:
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(self._device)  # less under --memory
+        return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= MIN_FREE_SHARE * allowed
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+def _group_of(parallel: Parallel) -> CudaGroup:
+    """The ranks that share the tokens; captures count the exchanges of all groups in its dispatch."""
+    assert isinstance(parallel.sequence, CudaGroup)
+    return parallel.sequence

@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,15 +43,18 @@ from gfgen.models.families.adapter import HOST, Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
-from gfgen.models.parallel import cudnn_attention, parallel
+from gfgen.models.parallel import counted_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.predict.profile_file import peak_key
 from gfgen.runtime.worker.device import (
     Device,
     Thread,
+    are_separate,
+    execute,
     meet,
     peak_host_bytes,
     share_time,
@@ -58,13 +62,10 @@ from gfgen.runtime.worker.device import (
 )
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
-from gfgen.runtime.worker.execution import are_separate, execute
-from gfgen.runtime.worker.forwards import FIRST_STEPS, Forwards, Kind
+from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, Kind
 from gfgen.runtime.worker.jobs import Outline, RankTask, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
-from gfgen.runtime.worker.memory import DeviceMemory
-from gfgen.runtime.worker.recorder import CudaRecorder
-from gfgen.runtime.worker.staging import Staging
+from gfgen.runtime.worker.memory import DeviceMemory, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,13 @@ _NUM_SUMS = 64
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a GPU rank's process."""
     run_worker(channel_socket, settings, make_worker)
 
 
 def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
-    """The worker of a GPU rank, with its models."""
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
-    attention = threading.Thread(target=cudnn_attention.load, args=(device,))
+    attention = threading.Thread(target=counted_attention.load, args=(device,))
     attention.start()
     Kernels(settings.gpu)  # compile and keep them on disk before another rank waits for this one
     try_kernels(device)
@@ -112,19 +111,14 @@ Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass(slots=True)
 class _Launch:
-    """What was enqueued for a task, or for steps of several jobs."""
-
     works: Sequence[RankTask]
     begun: torch.cuda.Event
     entered: torch.cuda.Event
     outcome: DispatchOutcome | None
     arrival: Arrival | None
-    """Of input from other ranks."""
 
 
 class _Streams:
-    """The streams of a rank, and the buffers of those that copy to or from host memory."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         new = partial(torch.cuda.Stream, device)
@@ -172,19 +166,19 @@ class GpuDevice(Device):
         recorder: LaunchRecorder,
     ) -> None:
         super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
-        self.counts_tokens = cudnn_attention.is_fast(device, torch.bfloat16)
+        self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
         self._own_arena, arena_fd = own_arena
         self.arena_fds = (arena_fd,)
         self._settings = settings
         self._device = device
         self._streams = _Streams(device)
         self._memory = DeviceMemory(device, stream=self._streams.main.cuda_stream)
-        graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
+        self._graphs = graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
+        self._task_peaks = Counter[str]()  # as in `MemoryUse`
         self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered)
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
         """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
         self._last_end: torch.cuda.Event | None = None
-        """The end of the last task that the watcher has seen."""
         self._has_peers = True
         self._arrival: Arrival | None = None
         """The input, if enqueued, of the task that the main thread is about to launch."""
@@ -193,10 +187,7 @@ class GpuDevice(Device):
         self._streams.load_transfers()
 
     def use(self, thread: Thread) -> None:
-        """Set torch's device and stream, and the context that our launches need.
-
-        torch does not set the context of device 0, with which every thread begins.
-        """
+        """Set torch's device and stream, and the launches' context, which torch leaves out for device 0."""
         driver().use(self._device.index)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._streams.of(thread))
@@ -294,7 +285,7 @@ class GpuDevice(Device):
             kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
         is_sure = not self._has_peers or self._memory.is_familiar(kinds)
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
-        ready_s = time.monotonic()
+        ready_s, num_replays = time.monotonic(), self._graphs.num_replays
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
@@ -304,6 +295,11 @@ class GpuDevice(Device):
             for each in works:
                 each.made = {name: _dense(fields) for name, fields in each.made.items()}
                 each.total = self._read_later(sum_of(each.made))
+        is_alike = group is None and len({each.job.start.shape for each in works}) == 1
+        if is_alike and num_replays == self._graphs.num_replays:  # records have memory of their own
+            model, vae_dtype = job.start.spec.model, self._settings.ranks.vae_dtype
+            key = peak_key(model, job.start.shape, work.task.stage, vae_dtype)
+            self._task_peaks |= Counter({key: self._memory.last_own_bytes})
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -327,11 +323,7 @@ class GpuDevice(Device):
         return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
     def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> float:
-        """Do what other ranks must not wait for inside the task; `forward` is the kind of a step.
-
-        Returns the time of recording, which may wait for the device: it happens while no task runs here and
-        no state is to be sent.
-        """
+        """Prepare a step's `forward` while nobody waits; returns the time of recording."""
         forwards, number = self.forwards, works[-1].number
         is_to_record = (
             forward is not None and forwards.is_to_record(forward, works) and not self._dispatches.has_unsent
@@ -413,6 +405,7 @@ class GpuDevice(Device):
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
             arena_bytes=arena_bytes(self._settings.ranks.arena_plan),
+            task_peaks=dict(self._task_peaks),
         )
 
     def forget_peaks(self) -> None:
@@ -432,22 +425,15 @@ class GpuDevice(Device):
 
 
 def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
-    """Pad texts if all ranks of the run do.
-
-    Raises: ModelError if they do and this rank cannot.
-    """
+    """Pad texts if all ranks of the run do. Raises: ModelError if they do and this rank cannot."""
     if message.counts_tokens and not can_pad:
         raise ModelError("cuDNN's attention with padding works on the other ranks, and not on this one")
     if not message.counts_tokens:
-        cudnn_attention.forgo()
+        counted_attention.forgo()
 
 
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
-    """The kinds that determine which kernels a task launches: its own, and that of its forward.
-
-    They consist of shapes, the solver's order, the place in the layout, whether there are patches, and
-    the lengths of prompts. The first use of a patch takes memory, too, for factors and copies of weights.
-    """
+    """What determines which kernels a task launches: shapes, the solver's order, place, patches, prompts."""
     start, patches = work.job.start, patch_kinds(work)
     own = (*task_kind(work, rank), start.trajectory.artifacts, min(work.task.step or 0, FIRST_STEPS - 1))
     merging = {(start.checkpoint, "patches")} if patches else set()

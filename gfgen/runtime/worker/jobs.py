@@ -1,9 +1,4 @@
-"""The state of a job on one rank, and how it reaches and leaves the rank.
-
-Latents come from the ranks that ran the last task (`receive_state`, by transfers that the control plane
-planned), or from the job's slab in host memory if no rank holds them. The prompt's embeddings and the
-condition always come from the slab.
-"""
+"""The state of a job on one rank: latents from the last task's ranks or its slab; the rest from the slab."""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
 from gfgen.runtime.ipc.messages import RunTask, StartJob
 from gfgen.runtime.ipc.migration import Transfer
-from gfgen.runtime.ipc.output import OutputShape, map_for
-from gfgen.runtime.ipc.slab import Slab
+from gfgen.runtime.ipc.slab import OutputShape, Slab, map_for
 from gfgen.runtime.worker.dispatches import InputVoidError
 
 Store = Callable[[torch.Tensor, memoryview], None]
@@ -50,11 +44,7 @@ class Shipment:
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
-    """The sum of a task's output, which is NaN or infinite if any number is. None if it has no floats.
-
-    This takes one pass over the numbers, which a GPU only enqueues. Of latents it sums only the sample,
-    because all other tensors of the solver have gone into it.
-    """
+    """The sum of a task's output, which is NaN or infinite if any number is. None if it has no floats."""
     tensors: list[torch.Tensor] = []
     for fields in made.values():
         if UNCHECKED in fields.scalars:
@@ -96,8 +86,7 @@ class RankJob:
     take_in: TakeIn = copied
     artifacts: dict[str, Fields] = field(default_factory=dict)
     makers: dict[str, int | None] = field(default_factory=dict)
-    """By constant (prompt, condition) that is here: the dispatch that made it; None if it ended well before
-    the constant came."""
+    """By constant (prompt, condition) that is here: the dispatch that made it; None for long ended ones."""
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None if they are not here."""
     is_there: Any = None
@@ -124,10 +113,7 @@ class RankJob:
         return future
 
     def drop(self, dispatch: int) -> None:
-        """A dispatch has failed: use nothing that it made, and expect no latents of it.
-
-        Artifacts stay until others replace them, because a task may run with them that is given up as well.
-        """
+        """Use nothing that a failed dispatch made. Artifacts stay: another such task may run with them."""
         if self.producer == dispatch:
             self.producer = None
         for name, maker in list(self.makers.items()):
@@ -142,20 +128,13 @@ class RankJob:
             self.drop(dispatch)
 
     def hold(self, latents: Fields, *, producer: int | None) -> None:
-        """Keep latents that a dispatch made on other ranks.
-
-        producer: the dispatch's number; None if the latents are for one attempt alone.
-        """
+        """Keep latents that dispatch `producer` made on other ranks; None: for one attempt alone."""
         self.artifacts["latents"] = latents
         self.producer, self.is_there = producer, None
 
     def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
-        """Copy prompt and condition from the slab unless they are here.
-
-        Latents of the previous task, dispatch `producer`, may arrive before its condition is published.
-
-        Raises: InputVoidError when `is_void` says that it is given up.
-        """
+        """Copy prompt and condition from the slab, if latents came first. Raises: InputVoidError by
+        `is_void`."""
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
             if name in self.makers:
@@ -174,20 +153,14 @@ class RankJob:
         self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
 
     def await_input(self, task: Task, message: RunTask, *, is_void: Callable[[], bool]) -> None:
-        """Wait until the slab has the input of a task, unless it is here; transfers wait by themselves.
-
-        Raises: InputVoidError when `is_void` says that it is given up.
-        """
+        """Wait until the slab has a task's input, unless it is here. Raises: InputVoidError by `is_void`."""
         if message.producer is None or self.producer == message.producer or message.transfers:
             return
         name = "prompt" if task.index == 1 else "latents"
         _await_word(partial(self._is_made_by, message.producer, name, task.index), is_void)
 
     def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
-        """The outline of the latents that exactly this dispatch makes and other ranks send.
-
-        Raises: InputVoidError when `is_void` says that they are given up.
-        """
+        """The outline of the latents that this dispatch makes elsewhere. Raises: InputVoidError."""
         _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
         listed, scalars = self.slab.outline("latents", task.index)
         return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
@@ -209,7 +182,6 @@ class RankTask:
     is_there: Any = None
     """The device's event that follows the output; None if it is there."""
     launch: Any = None
-    """The device's own notes."""
     started_s: float = 0.0
     ended_s: float = 0.0
     waited_s: float = 0.0
@@ -231,7 +203,6 @@ class RankTask:
 
 
 def step_input(job: RankJob) -> StepInput:
-    """What the next step of a job reads."""
     return StepInput(
         job.start.spec, job.artifacts["prompt"], job.artifacts["condition"], job.artifacts["latents"]
     )
@@ -310,10 +281,7 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
 
 
 def send_state(endpoint: Any, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
-    """Send ranges of a job's latents through a rank's endpoint: to each destination its ranges, in order.
-
-    It skips fields that the solver does not have yet; the outline of the latents lists those that exist.
-    """
+    """Send ranges of a job's latents, to each destination in order, without fields that are not there yet."""
     for destination in dict.fromkeys(transfer.destination for transfer in transfers):
         mine = [transfer for transfer in transfers if transfer.destination == destination]
         for label, transfer in enumerate(mine):

@@ -47,8 +47,6 @@ Handler = Callable[[Any, Sequence[int]], None]
 
 
 class Worker:
-    """Runs the tasks of one rank on its device."""
-
     def __init__(self, channel: Channel, rank: int, device: Device, dispatches: Dispatches) -> None:
         self.device = device
         self._channel = channel
@@ -64,7 +62,6 @@ class Worker:
         self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
-        """The largest dispatch number so far."""
         self._preparation = preparation = Preparation(channel, rank, device, dispatches)
         self.on_main: dict[type, Handler] = {
             messages.RunTask: self._run,
@@ -77,7 +74,6 @@ class Worker:
             self.on_main[messages.ReplacePeer] = self._map_arena
 
     def serve(self) -> None:
-        """Take messages until the channel ends."""
         self.device.use("main")
         threading.Thread(target=self._receive, name="receiver", daemon=True).start()
         for name, source, handle in (
@@ -220,7 +216,6 @@ class Worker:
             self._launch(works)
 
     def _fetched(self, message: messages.RunTask, fds: Sequence[int]) -> RankTask:
-        """The task, when its input is here or enqueued."""
         job = self._jobs[message.job_id]
         task = job.start.trajectory.task(message.task_index)
         task = task.as_approximate if message.is_approximate else task
@@ -291,7 +286,6 @@ class Worker:
         self._dispatches.note_settled()
 
     def _settle(self, work: RankTask) -> None:
-        """Publish the output of a task when it has ended, and report."""
         self.device.finish(work)
         jobs.require_finite(work.made, work.total)
         if self._is_publisher(work):
@@ -315,7 +309,6 @@ class Worker:
         self._dispatches.leave(work.number)
 
     def _give_reason(self, number: int, error: Exception) -> None:
-        """Report a task or transfer that raised."""
         self.device.exit_if_lost(error)
         logger.debug("dispatch %d", number, exc_info=True)
         # An abort ends all waits up to its number, and may hit a transfer that was not given up.

@@ -1,24 +1,24 @@
-"""The GPU memory that a rank's tasks take.
+"""The GPU memory that a rank's tasks take; copies from and to host memory (`Staging`).
 
-torch keeps the memory that it has taken from the device and reuses it. If that is not enough, it asks the
-device for more or gives memory back. Then it waits for everything that runs on the device, with the context
-locked, so that no other thread of the rank can send or publish. If the device waits for a rank that waits for
-this one, nothing moves until the control plane gives the task up (recovery.py). So a task counts as familiar
-if a task of its kind was launched before without asking the device, and if as much memory is free as that one
-took, on the stream of the launch: a task cannot use what torch keeps for another stream or for records.
-
-A familiar launch is unlikely to ask the device, but it may: free memory may lie in pieces that are too small.
-A kind whose launch asked the device is not familiar the next time.
+torch keeps the memory that it has taken from the device. To get more it waits for all that runs there, with
+the context locked, so that no other thread of the rank can send or publish. If the device waits for a rank
+that waits for this one, nothing moves until the control plane gives the task up (recovery.py). So a task
+counts as familiar if one of its kind was launched before without asking the device, and as much memory is
+free as that one took, on the same stream. Such a launch may still ask, if free memory lies in small pieces;
+then its kind is familiar no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from gfgen.runtime.worker.jobs import as_bytes
 
 _WITHOUT_TASKS = 0
 """The default stream, which a worker leaves when it has loaded its first models."""
@@ -26,8 +26,6 @@ _WITHOUT_TASKS = 0
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """torch's counts at a moment."""
-
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
@@ -42,16 +40,12 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """The memory that torch has taken from the device at a moment, by a list of all segments."""
-
     num_asked: int
     """If the number is unchanged, the segments are the same."""
     allocated_bytes: int
     """If this is unchanged as well, assume that the same parts of the segments are in use."""
     own_bytes: int
-    """In segments of the stream of tasks."""
     free_bytes: int
-    """The unused part of `own_bytes`."""
     settled_bytes: int
     """In use on the stream without tasks: weights, which stay until models change."""
 
@@ -66,8 +60,8 @@ class DeviceMemory:
         self._needed: dict[Hashable, int] = {}
         """By familiar kind of task: the bytes that its launch took at once."""
         self._peaks: dict[str, int] = {}
-        self.last_peak_bytes = 0
-        """Of the last launch."""
+        self.last_peak_bytes = self.last_own_bytes = 0
+        """Of the last launch; without what was in use before."""
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -99,11 +93,12 @@ class DeviceMemory:
         yield
         after = self._look()
         self.last_peak_bytes = after.peak_bytes
+        self.last_own_bytes = after.peak_bytes - before.allocated_bytes
         if model is not None:
             self._peaks[model] = max(self._peaks.get(model, 0), after.peak_bytes)
         for kind in kinds:
             if after.num_asked == before.num_asked:
-                self._needed[kind] = max(0, after.peak_bytes - before.allocated_bytes)
+                self._needed[kind] = max(0, self.last_own_bytes)
             else:
                 self._needed.pop(kind, None)
 
@@ -158,3 +153,83 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     texts = ("not enough memory", "can't allocate memory", "out of memory")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+STAGING_BYTES = 64 << 20
+"""Pinned host memory for each direction. No more is pinned later, because pinning waits for the device."""
+
+
+class Staging:
+    """Between a device and host memory, through a pinned buffer of two halves; one stream, one thread."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._device = device
+        self._halves = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True).unbind()
+        self._used: list[torch.cuda.Event | None] = [None, None]
+        """By half: when the device is done with it."""
+        self._turn = 0
+
+    def store(self, tensor: torch.Tensor, place: memoryview) -> None:
+        """Copy a dense tensor, which has been computed, into host memory; it is there on return."""
+        source, target = as_bytes(tensor), torch.frombuffer(place, dtype=torch.uint8)
+        self._store(source, target, self._spans(source))
+
+    def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
+        """The same for frames, uint8 [F, H, W, 3], which in host memory are rows of taller ones."""
+        self._store(rows, target, _pieces(rows.shape, self._halves[0].numel()))
+
+    def brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense tensor on the device, enqueued; the host memory may change on return."""
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source, target = as_bytes(tensor), as_bytes(found)
+        for at in self._spans(source):
+            half = self._next_half(source[at])
+            half.copy_(source[at])
+            target[at].copy_(half, non_blocking=True)
+            self._note_use()
+        return found
+
+    def _store(self, source: torch.Tensor, target: torch.Tensor, pieces: Iterable[Any]) -> None:
+        arriving: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
+        for at in pieces:
+            if len(arriving) == 2:
+                _empty(*arriving.pop(0))
+            half = self._next_half(source[at])
+            half.copy_(source[at], non_blocking=True)
+            arriving.append((half, target[at], self._note_use()))
+        for each in arriving:
+            _empty(*each)
+
+    def _spans(self, source: torch.Tensor) -> Iterator[slice]:
+        """Slices of as many bytes as a half holds."""
+        size = self._halves[0].numel()
+        return (slice(begin, begin + size) for begin in range(0, source.numel(), size))
+
+    def _next_half(self, piece: torch.Tensor) -> torch.Tensor:
+        """A part of the free half in the shape of a piece."""
+        self._turn = 1 - self._turn
+        if (used := self._used[self._turn]) is not None:
+            used.synchronize()
+        return self._halves[self._turn][: piece.numel()].view(piece.shape)
+
+    def _note_use(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        self._used[self._turn] = event
+        return event
+
+
+def _pieces(shape: Sequence[int], room_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Frames, or rows of a frame, of uint8 [F, H, W, 3] that fit into `room_bytes`, one after the other."""
+    num_frames, num_rows, row_bytes = shape[0], shape[1], math.prod(shape[2:])
+    rows = min(num_rows, room_bytes // row_bytes)
+    frames = max(1, room_bytes // (num_rows * row_bytes))
+    for frame in range(0, num_frames, frames):
+        for row in range(0, num_rows, rows):
+            yield slice(frame, frame + frames), slice(row, row + rows)
+
+
+def _empty(place: torch.Tensor, target: torch.Tensor, there: torch.cuda.Event) -> None:
+    there.synchronize()
+    target.copy_(place)

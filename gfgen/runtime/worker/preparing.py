@@ -67,6 +67,7 @@ class Preparation:
             yield failure
         except Exception as error:
             self._device.exit_if_lost(error)
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure.append(error)
         self._device.drain()
 
@@ -86,7 +87,7 @@ class Preparation:
                 device.drain()
             except Exception as error:
                 resign(self._channel, self._rank, error)
-            self._channel.send(messages.ModelsSet(time.monotonic() - started_s))
+            self._channel.send(messages.ModelsSet(time.monotonic() - started_s, device.read_bytes_per_s))
 
 
 def resign(channel: Channel, rank: int, error: Exception) -> NoReturn:

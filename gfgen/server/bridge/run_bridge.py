@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.25
 """Interval of progress reports, from which the front makes predictions."""
-PAUSE_S = 0.003
-"""Pause between two sends. It groups notes, so that the sender, which competes with the loop for the
-interpreter lock, wakes a few hundred times per second at most."""
+PAUSE_S = 0.02
+"""Pause between two sends, unless a job ends. It groups notes, so that the sender, which competes with the
+loop for the interpreter lock, and the front wake a few dozen times per second."""
 MAX_UNSENT = 200_000
 """Unread notes after which a front counts as hung."""
 OPEN_JOBS_S = 60.0
@@ -279,6 +279,7 @@ class _Outbox:
     def __init__(self, link: messages.MessageSocket) -> None:
         self.link = link
         self._notes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_urgent = threading.Event()
         self._thread = threading.Thread(target=self._send, name="notes", daemon=True)
         self._thread.start()
 
@@ -288,9 +289,12 @@ class _Outbox:
             self.link.close()
         else:
             self._notes.put(note)
+            if isinstance(note, JobOutcome):
+                self._is_urgent.set()
 
     def close(self) -> None:
         self._notes.put(None)
+        self._is_urgent.set()
 
     def wait(self, timeout_s: float = 5.0) -> None:
         self._thread.join(timeout_s)
@@ -306,4 +310,5 @@ class _Outbox:
                 return
             if notes[-1] is None:
                 return
-            time.sleep(PAUSE_S)
+            self._is_urgent.wait(PAUSE_S)
+            self._is_urgent.clear()

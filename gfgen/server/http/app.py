@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from gfgen.errors import OutputError
-from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
+from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_responses, routes_server
 from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
@@ -28,7 +28,7 @@ from gfgen.server.protocol.problems import ApiError, invalid, responses
 logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
-_MODULES = (routes_jobs, routes_images, routes_batches, routes_server)
+_MODULES = (routes_jobs, routes_images, routes_responses, routes_batches, routes_server)
 _ROUTERS = [router for module in _MODULES for router in module.ROUTERS]
 _ROUTES = [route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
@@ -74,6 +74,9 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
         everything: dict[str, Any] = dict.fromkeys(names, ("*",))
         app.add_middleware(CORSMiddleware, allow_origins=service.api.allowed_origins, **everything)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    nowhere = {"type": "http", "path": "/nowhere", "method": "GET", "headers": [], "root_path": ""}
+    for each in app.routes:  # FastAPI completes them at the first request, which would wait for 250 ms
+        each.matches(nowhere)
     return app
 
 

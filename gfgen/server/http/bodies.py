@@ -20,7 +20,7 @@ from starlette.datastructures import UploadFile
 
 from gfgen.job.fields import REPEATED
 from gfgen.server.http.guard import Access
-from gfgen.server.jobs.job_requests import MAX_FIELDS, MAX_UPLOADS, Upload, data_url_content, json_object
+from gfgen.server.jobs.job_requests import MAX_FIELDS, MAX_UPLOADS, Upload, json_object, picture_content
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol.problems import ApiError, bad, checked
 from gfgen.server.protocol.schemas import RequestModel
@@ -39,11 +39,14 @@ IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
     "description": "A repeated request with the same key creates nothing new.",
 }
-MESSAGES = "messages"
-"""Name of the field that holds a conversation, whose parts may have a picture."""
+MESSAGES, INPUT = PARTS = ("messages", "input")
+"""Names of fields that hold a conversation, whose parts may have pictures."""
+_PICTURE_PARTS = ("image_url", "input_image", "file")
 _UPLOAD = re.compile(r"files\[(?P<name>[A-Za-z_][A-Za-z0-9_]{0,99})\](?P<item>\[\])?")
+_ITEM = re.compile(r"\[\d*\]$")
+"""The end of a name in a form whose field has a list."""
 _CHARSET = re.compile(r"charset\s*=\s*\"?([^\";\s]*)", re.IGNORECASE)
-_PICTURE_URL = ("input_reference[image_url]", "input_reference[image_url][url]")
+_REFERENCES = ("[image_url]", "[image_url][url]", "[file_id]")
 
 
 JOB_FILE_KINDS = {
@@ -58,13 +61,18 @@ JOB_FILE_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The fields of a request, and its picture or job file."""
+    """The fields of a request, and its pictures or job file."""
 
     values: Mapping[str, Any]
-    file: bytes | None
+    files: Sequence[bytes] = ()
     filename: str = ""
     uploads: Mapping[str, list[Upload]] = field(default_factory=dict)
     """Files for arguments of the pipeline, by argument."""
+    mask: bytes | None = None
+
+    @property
+    def file(self) -> bytes | None:
+        return self.files[0] if self.files else None
 
     @property
     def suffix(self) -> str:
@@ -73,7 +81,9 @@ class Body:
 
     def fingerprint(self, address: Sequence[str]) -> str:
         uploads = {name: [one.digest for one in files] for name, files in self.uploads.items()}
-        values = {**self.values, "uploads": uploads} if uploads else self.values
+        more = [hashlib.sha256(content).hexdigest() for content in (*self.files[1:], self.mask or b"")]
+        has_more = uploads or self.mask is not None or len(self.files) > 1
+        values = {**self.values, **({"uploads": uploads, "more": more} if has_more else {})}
         text = json.dumps([*address, values], sort_keys=True)
         digest = hashlib.sha256(text.encode("utf-8", "backslashreplace") + b"\0")
         digest.update(self.file or b"")
@@ -86,14 +96,15 @@ async def read_body(
     service: JobService,
     picture_name: str = "input_reference",
     takes_uploads: bool = False,
+    most_pictures: int = 1,
 ) -> Body:
     """Read JSON or a form; raises ApiError for any other content type.
 
-    With `takes_uploads`, a form may have files for arguments.
+    With `takes_uploads`, a form may have files for arguments; one of several pictures may have a mask.
     """
     kind = content_kind(request)
     if kind == "multipart/form-data":
-        return await _from_form(request, service, picture_name, takes_uploads=takes_uploads)
+        return await _from_form(request, service, picture_name, most_pictures, takes_uploads=takes_uploads)
     if kind not in ("application/json", "application/x-www-form-urlencoded", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or a form")
     content = await request.body()
@@ -102,9 +113,12 @@ async def read_body(
         if content.count(b"&") >= MAX_FIELDS or not content.isascii():
             raise ApiError(400, f"the body is not a URL-encoded form with at most {MAX_FIELDS} fields")
         return await _from_form(request, service, picture_name)
-    return await _parse(
-        content, lambda: _from_json(content, picture_name=picture_name, json_bytes=json_bytes)
-    )
+
+    def work() -> Body:
+        reading = service.uploads.content
+        return _from_json(content, picture_name, most_pictures, json_bytes=json_bytes, read_file=reading)
+
+    return await _parse(content, work)
 
 
 def content_kind(request: Request) -> str:
@@ -119,15 +133,16 @@ async def read_model(request: Request, model: type[M], *, service: JobService) -
 
 
 async def _parse(content: bytes, work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in another thread if the body is large."""
-    return work() if len(content) <= _BRIEF_BYTES else await asyncio.to_thread(work)
+    """The result of `work`, which runs in another thread if the body is large or names a file."""
+    is_brief = len(content) <= _BRIEF_BYTES and b"file_id" not in content
+    return work() if is_brief else await asyncio.to_thread(work)
 
 
 async def read_job_file(request: Request, *, service: JobService) -> Body:
     kind = content_kind(request)
     if kind == "multipart/form-data":
         return await read_file(request, service=service)
-    return Body({}, await request.body(), f"jobs{JOB_FILE_KINDS.get(kind, '')}")
+    return Body({}, [await request.body()], f"jobs{JOB_FILE_KINDS.get(kind, '')}")
 
 
 async def read_file(request: Request, *, service: JobService) -> Body:
@@ -154,14 +169,14 @@ async def request_key(request: Request, body: Body) -> RequestKey | None:
     return RequestKey(" ".join(filter(None, (owner, request.url.path, key))), fingerprint)
 
 
-def documented(model: type[BaseModel], *, picture: str | None = None) -> dict[str, Any]:
+def documented(model: type[BaseModel], *pictures: str) -> dict[str, Any]:
     """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)  # app.py adds them to the components
     content: dict[str, Any] = {"application/json": {"schema": schema}}
-    if picture is not None:
+    if pictures:
         properties = {name: _without_null(value) for name, value in schema["properties"].items()}
-        properties[picture] = {"type": "string", "format": "binary"}
+        properties |= {name: {"type": "string", "format": "binary"} for name in pictures}
         content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
     return {"requestBody": {"required": True, "content": content}, "parameters": [IDEMPOTENCY_KEY]}
 
@@ -180,18 +195,18 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _from_form(
-    request: Request, service: JobService, file_name: str, *, takes_uploads: bool = False
+    request: Request, service: JobService, file_name: str, most: int = 1, *, takes_uploads: bool = False
 ) -> Body:
-    """The fields of a form, all strings, its one file, and files for arguments if it may have these."""
+    """The fields of a form, all strings, its files, and files for arguments if it may have these."""
     charset = _CHARSET.search(request.headers.get("content-type", ""))
     if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
         raise ApiError(400, f"charset = {charset[1][:80]!r}: send the form in UTF-8")
     values: dict[str, Any] = {}
     uploads: dict[str, list[Upload]] = {}
-    file: bytes | None = None
-    filename = ""
+    files: list[bytes] = []
+    mask, filename = None, ""
     async with request.form(
-        max_files=1 + MAX_UPLOADS, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
+        max_files=most + MAX_UPLOADS, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
     ) as form:
         for name, value in form.multi_items():
             if not isinstance(value, UploadFile):
@@ -202,27 +217,49 @@ async def _from_form(
             elif takes_uploads and (match := _UPLOAD.fullmatch(name)):
                 upload = Upload.of(value.filename, await value.read(), is_item=bool(match["item"]))
                 uploads.setdefault(match["name"], []).append(upload)
-            elif name.removesuffix("[]") != file_name:
+            elif name == "mask" and most > 1 and mask is None:
+                mask = await value.read()
+            elif _ITEM.sub("", name) != file_name:
                 raise ApiError(
                     400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                 )
-            elif file is not None:
-                raise ApiError(400, "more than one file; one is accepted", param=file_name)
             else:
-                file, filename = await value.read(), value.filename or ""
-    if urls := [values.pop(name) for name in _PICTURE_URL if name in values]:
-        file = await asyncio.to_thread(data_url_content, urls[-1])
+                files.append(await value.read())
+                filename = value.filename or ""
+    for name in (f"{file_name}{end}" for end in _REFERENCES):
+        if (given := values.pop(name, None)) is not None:
+            named = {"file_id": given} if name.endswith("[file_id]") else given
+            reading = service.uploads.content
+            files.append(await asyncio.to_thread(picture_content, named, reading, param=file_name))
+    _check_number(files, most, file_name)
     _check_size(values, service.limits.json_bytes)
-    return Body(values, file, filename, uploads)
+    return Body(values, files, filename, uploads, mask)
 
 
-def _from_json(content: bytes, *, picture_name: str, json_bytes: int) -> Body:
+def _from_json(
+    content: bytes, picture_name: str, most: int, *, json_bytes: int, read_file: Callable[[str], bytes]
+) -> Body:
     if len(content) > json_bytes and _DATA_URL_START not in content:
         raise _too_large(json_bytes)
     values = json_object(content)
-    url = _picture_url(values, picture_name)
+    given = _of_parts(values, picture_name) if picture_name in PARTS else values.pop(picture_name, None)
+    given = values.pop("images", None) if given is None and most > 1 else given
+    if not isinstance(given, list) or most == 1:
+        given = [] if given is None else [given]
+    _check_number(given, most, picture_name)
+    mask = values.pop("mask", None) if most > 1 else None
+    tools = values.get("tools") if picture_name == INPUT else None
+    for tool in tools if isinstance(tools, list) else ():
+        mask = tool.pop("input_image_mask", mask) if isinstance(tool, dict) else mask
     _check_size(values, json_bytes)
-    return Body(values, None if url is None else data_url_content(url, param=picture_name))
+    pictures = [picture_content(each, read_file, param=picture_name) for each in given]
+    read_mask = None if mask is None else picture_content(mask, read_file, param="mask")
+    return Body(values, pictures, mask=read_mask)
+
+
+def _check_number(pictures: Sequence[Any], most: int, name: str) -> None:
+    if len(pictures) > most:
+        raise ApiError(400, f"{name}: {len(pictures)} files; at most {most} can be given", param=name)
 
 
 def _check_size(values: Mapping[str, Any], json_bytes: int) -> None:
@@ -234,30 +271,16 @@ def _too_large(json_bytes: int) -> ApiError:
     return ApiError(413, f"the request exceeds {json_bytes:,} bytes without its picture")
 
 
-def _picture_url(values: dict[str, Any], name: str) -> str | None:
-    """Take the picture's data: URL out of a JSON body, from where OpenAI's clients put it."""
-    if name == MESSAGES:
-        return _picture_of_messages(values)
-    given = values.pop(name, None)
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        given = next((given[key] for key in ("image_url", "url") if isinstance(given.get(key), str)), None)
-    if not isinstance(given, str):
-        raise bad(name, "send a file in a form, or a data:image/...;base64 URL")
-    return given
-
-
-def _picture_of_messages(values: Mapping[str, Any]) -> str | None:
-    """Take the URL of the only picture out of the messages of a conversation."""
-    messages = values.get(MESSAGES)
-    urls: list[str] = []
+def _of_parts(values: Mapping[str, Any], name: str) -> list[Any]:
+    """Take the pictures out of the messages of a conversation, and return those of the user's last."""
+    messages, last = values.get(name), []
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
+        pictures = []
         if isinstance(parts, list):
-            pictures = [part for part in parts if isinstance(part, dict) and part.get("type") == "image_url"]
+            maps = [part for part in parts if isinstance(part, dict)]
+            pictures = [part for part in maps if part.get("type") in _PICTURE_PARTS]
             message["content"] = [part for part in parts if part not in pictures]
-            urls += [url for part in pictures if (url := _picture_url(dict(part), "image_url"))]
-    if len(urls) > 1:
-        raise ApiError(400, f"{len(urls)} pictures; at most one is accepted", param=MESSAGES)
-    return urls[0] if urls else None
+        if isinstance(message, dict) and message.get("role") == "user":
+            last = pictures
+    return last

@@ -104,6 +104,7 @@ class Front:
     def _prepare(self, settings: FrontSettings, store: Store) -> tuple[_Server, JobService]:
         limits = within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs)
+        mirror.metrics.built(settings.version, settings.commit)
         folder = JobFolder(settings.output_dir)
         service = JobService(
             store=store,
@@ -111,7 +112,7 @@ class Front:
             folder=folder,
             limits=limits,
             api=settings.api,
-            owners=tuple(settings.keys),
+            keys={name: key for name, key in settings.keys.items() if not key.only_metrics},
             send=self._send,
         )
         folder.prepare(store)
@@ -141,8 +142,12 @@ class Front:
 
     async def _hear(self, reader: asyncio.StreamReader, service: JobService) -> None:
         follower = RunFollower(service)
+        is_frozen = False
         while (notes := await self._next(reader)) is not None:
             await follower.hear(notes)
+            if service.mirror.run_info is not None and not is_frozen:
+                gc.freeze()  # what admission has is as large as the imports
+                is_frozen = True
         self._is_lost = service.mirror.status != "draining"
         service.mirror.drain()
         self._feeds.tick()

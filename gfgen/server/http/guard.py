@@ -25,7 +25,7 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.problems import ApiError
 from gfgen.server.shown.prometheus import ServerMetrics
 
@@ -121,6 +121,8 @@ class RequestGuard:
         found = next(filter(None, map(self._keys.by_key, filter(None, given))), None)
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         found = found or self._keys.by_cookie(cookie) or self._by_signature(scope)
+        if found is not None and found.only_metrics and path != "/metrics":
+            raise ApiError(403, "this key reads only /metrics")
         if found is not None:
             return found
         if any(given):
@@ -209,6 +211,7 @@ class Access:
 
     owner: str | None = None
     """The key's name; None for the admin."""
+    only_metrics: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> Access:
@@ -220,13 +223,13 @@ class ApiKeys:
     def __init__(
         self,
         admin_key: str | None,
-        named: Mapping[str, str] | None = None,
+        named: Mapping[str, NamedKey] | None = None,
         *,
         link_s: float = 86400.0,
         now: Callable[[], float] = time.time,
     ) -> None:
         keys = {} if admin_key is None else {Access(): admin_key.encode()}
-        keys |= {Access(name): key.encode() for name, key in (named or {}).items()}
+        keys |= {Access(name, each.only_metrics): each.key.encode() for name, each in (named or {}).items()}
         self._keys = keys
         self._link_s, self._now = link_s, now
         # By their digests, so that the time of a look-up says nothing about a key.

@@ -10,7 +10,8 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
@@ -58,7 +59,7 @@ _FORM: dict[str, Any] = {
 }
 _BODY = json_body(server_schemas.BatchRequest) | {"parameters": [IDEMPOTENCY_KEY]}
 _BODY["requestBody"]["content"] |= {**_JOB_FILES, "multipart/form-data": {"schema": _FORM}}
-_JOB_BODY = documented(schemas.JobRequest, picture="image")
+_JOB_BODY = documented(schemas.JobRequest, "image")
 _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
 
@@ -77,12 +78,14 @@ async def create_job(request: Request, service: Service) -> Response:
     if is_array or kind in JOB_FILE_KINDS:
         return await _accept(request, service, await read_job_file(request, service=service))
     body = await read_body(request, service=service, picture_name="image", takes_uploads=True)
-    values, uploads = job_requests.taken_uploads(body.values, body.uploads)
+    values, uploads = await asyncio.to_thread(
+        job_requests.taken_uploads, body.values, body.uploads, service.uploads.content
+    )
     if any(values.get(name) for name in VARIATION_FIELDS):
         if body.file is not None or uploads:
             raise ApiError(400, "a job with files is one job; send one request for each")
         line = json.dumps({name: value_of(name, value) for name, value in values.items()})
-        return await _accept(request, service, Body({}, line.encode()))
+        return await _accept(request, service, Body({}, [line.encode()]))
     values = {name: value for name, value in values.items() if name not in VARIATION_FIELDS}
     asked = checked(schemas.JobRequest, values)
     requested = job_requests.plain_job(asked, uploads=uploads, models=service.ready_models())
@@ -269,25 +272,29 @@ def _without_run(stored: StoredJob) -> ManifestLine:
 
 _OUTPUT, _ERRORS = "file-output_", "file-errors_"
 """Prefixes of the ids of results; the rest is the batch's id."""
-_UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": ["batch"]}}}
+_PURPOSES = get_args(server_schemas.Purpose)
+_UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": _PURPOSES}}}
 
 
 @files.post(
     "",
     response_model=server_schemas.UploadedFile,
-    responses=responses(400, 413, 507),
+    responses=responses(400, 413, 422, 507),
     openapi_extra={
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
     },
-    summary="Upload a file of requests",
+    summary="Upload a file of requests, or a picture",
 )
 async def create_file(request: Request, service: Service) -> Response:
-    """A file for POST /v1/batches: JSON lines of `custom_id`, `method`, `url` and `body`."""
+    """A file for POST /v1/batches (JSON lines of `custom_id`, `method`, `url` and `body`), or for the other
+    purposes a picture, to which requests refer by its `file_id`."""
     body = await read_file(request, service=service)
-    if body.values.get("purpose", "batch") != "batch":
-        raise bad("purpose", "batch is accepted")
+    purpose = body.values.get("purpose", "batch")
+    if purpose not in _PURPOSES:
+        raise bad("purpose", f"{', '.join(_PURPOSES)} are accepted")
     name, content = body.filename or "requests.jsonl", body.file or b""
-    added = await asyncio.to_thread(service.uploads.add, content, filename=name, now=service.now())
+    add = partial(service.uploads.add, filename=name, now=service.now(), purpose=purpose)
+    added = await asyncio.to_thread(add, content)
     return added.response()
 
 
@@ -315,13 +322,15 @@ async def get_file(service: Service, file_id: JobId) -> Response:
 @files.get(
     "/{file_id}/content",
     response_class=Response,
-    responses=responses(400, 404, **_LINES),
+    responses=responses(400, 404, **_LINES, **{"application/octet-stream": {"schema": {"type": "string"}}}),
     summary="Get the content of a file",
 )
 async def get_file_content(service: Service, file_id: JobId) -> Response:
     """An uploaded file, or the results or errors of a batch whose jobs have all ended."""
     kind = "application/jsonl"
     if (batch_id := _batch_of(file_id)) is None:
+        file = await asyncio.to_thread(service.uploads.find, file_id)
+        kind = kind if file.purpose == "batch" else "application/octet-stream"
         return Response(await asyncio.to_thread(service.uploads.content, file_id), media_type=kind)
     _, made_of = _ended_batch(service, batch_id, file_id)
     results = _results(service, batch_id, made_of, of_errors=file_id.startswith(_ERRORS))
@@ -380,7 +389,9 @@ async def create_of_upload(
         if not jobs:
             texts = [f"line {failure.line}: {failure.message}" for failure in failures[:5]]
             raise ApiError(400, "; ".join(texts) or "no requests in the file", param="input_file_id")
-        service.uploads.note_batch(batch_id, server_schemas.BatchInput(request=asked_for, failures=failures))
+        answers = {job.custom_id or "": dict(job.answer) for job, _ in jobs if job.answer}
+        made_of = server_schemas.BatchInput(request=asked_for, failures=failures, answers=answers)
+        service.uploads.note_batch(batch_id, made_of)
         return jobs
 
     try:
@@ -426,7 +437,8 @@ async def _results(
     for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
         requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
     for custom_id, jobs in requests.items():
-        line = await _result(service, custom_id, jobs, made_of.request.endpoint)
+        asked_for = picture_schemas.ChatRequest.model_construct(**made_of.answers.get(custom_id, {}))
+        line = await _result(service, custom_id, jobs, made_of.request.endpoint, asked_for)
         if of_errors == (line.error is not None):
             yield (await asyncio.to_thread(line.model_dump_json)).encode() + b"\n"
     for failure in made_of.failures if of_errors else ():
@@ -437,7 +449,11 @@ async def _results(
 
 
 async def _result(
-    service: JobService, custom_id: str, jobs: list[StoredJob], endpoint: schemas.BatchEndpoint
+    service: JobService,
+    custom_id: str,
+    jobs: list[StoredJob],
+    endpoint: schemas.BatchEndpoint,
+    asked_for: picture_schemas.PictureRequest,
 ) -> server_schemas.LineResult:
     name = f"batch_req_{jobs[0].facts.id}"
     records = [service.served(stored).job() for stored in jobs]
@@ -450,9 +466,10 @@ async def _result(
         if endpoint == "/v1/videos":
             body = schemas.Video.of(records[0])
         elif endpoint == "/v1/chat/completions":
-            body = await chat_completion(service, jobs)
+            body = await chat_completion(service, jobs, asked_for)
         else:
-            body = images(service, jobs, [await image_content(service, stored) for stored in jobs])
+            data = [await image_content(service, stored, asked_for) for stored in jobs]
+            body = images(service, jobs, data, output_format=asked_for.output_format)
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)

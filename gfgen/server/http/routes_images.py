@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, leave, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import image_jobs
+from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.protocol.problems import ApiError, bad, opened, responses
@@ -30,14 +31,13 @@ router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
 _ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
-_EVENTS = _ERRORS | responses(**STREAM)
-AS_PNG = picture_schemas.PictureRequest.model_validate({})
+EVENTS = _ERRORS | responses(**STREAM)
 
 
 @router.post(
     "/images/generations",
     response_model=picture_schemas.Images,
-    responses=_EVENTS,
+    responses=EVENTS,
     openapi_extra=documented(picture_schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
@@ -53,13 +53,14 @@ async def create_images(request: Request, service: Service) -> Response:
 @router.post(
     "/images/edits",
     response_model=picture_schemas.Images,
-    responses=_EVENTS,
-    openapi_extra=documented(picture_schemas.ImageRequest, picture="image"),
+    responses=EVENTS,
+    openapi_extra=documented(picture_schemas.ImageRequest, "image", "mask"),
     summary="Make pictures from a picture and wait for them",
 )
 async def edit_images(request: Request, service: Service) -> Response:
-    """As /v1/images/generations, with an `image` to begin with; masks are not supported."""
-    body = await read_body(request, service=service, picture_name="image")
+    """As /v1/images/generations, with an `image` to begin with, several (`image[]`) for models that combine
+    pictures, and a `mask` for models for inpainting: they paint where it is transparent."""
+    body = await read_body(request, service=service, picture_name="image", most_pictures=MAX_PICTURES)
     if body.file is None:
         raise bad("image", "missing")
     return await _images(request, service, body, of="image_edit")
@@ -69,7 +70,7 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
     asked_for, warnings = opened(picture_schemas.ImageRequest, body.values, is_strict=service.api.strict)
     if asked_for.stream:
         check_streams(service)
-    ids = await _take(request, service, body, asked_for, warnings)
+    ids = await take_images(request, service, body, asked_for, warnings)
     if asked_for.stream:
         streamed = Streamed(
             ids, asked_for, warnings, of=of, is_kept=IDEMPOTENCY_KEY["name"] in request.headers
@@ -83,7 +84,7 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
         output_format=asked_for.output_format,
     )
     answer.warnings = warnings or None
-    return await asyncio.to_thread(answer.response)
+    return answer.response()
 
 
 def images(
@@ -91,10 +92,11 @@ def images(
     pictures: Sequence[StoredJob],
     data: list[picture_schemas.Image],
     *,
-    output_format: Literal["png", "jpeg", "webp"] = "png",
+    output_format: Literal["png", "jpeg", "webp"],
 ) -> picture_schemas.Images:
     return picture_schemas.Images(
         created=int(pictures[0].facts.created_at),
+        model=pictures[0].facts.model,
         data=data,
         output_format=output_format,
         size=service.served(pictures[0]).job().size,
@@ -111,19 +113,19 @@ def images(
     summary="Make pictures in a conversation",
 )
 async def complete_chat(request: Request, service: Service) -> Response:
-    """The prompt is the text of the last message of the user, which may also have a picture to begin with.
+    """The prompt is the text of the last message of the user, which may also have pictures to begin with.
     Earlier messages have no effect."""
-    body = await read_body(request, service=service, picture_name=MESSAGES)
+    body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
-    ids = await _take(request, service, body, asked_for, warnings)
+    ids = await take_images(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
-    return await asyncio.to_thread(answer.response)
+    return answer.response()
 
 
 async def chat_completion(
-    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest = AS_PNG
+    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.ChatCompletion:
     kind = files.PICTURE_FORMATS[asked_for.output_format]
     urls = [f"data:{kind};base64,{await base64_of(service, stored, asked_for)}" for stored in pictures]
@@ -140,7 +142,7 @@ async def chat_completion(
     )
 
 
-async def _take(
+async def take_images(
     request: Request,
     service: JobService,
     body: Body,
@@ -148,7 +150,10 @@ async def _take(
     warnings: list[str],
 ) -> list[str]:
     models, ignored = service.ready_models(), None if service.api.strict else warnings
-    requested = image_jobs(asked_for, picture=body.file, models=models, ignored=ignored)
+    mask = body.mask
+    if mask is not None and body.file is not None:
+        mask = await asyncio.to_thread(painted_part, mask, body.file)
+    requested = image_jobs(asked_for, pictures=body.files, mask=mask, models=models, ignored=ignored)
     ids = await service.take(requested, key=await request_key(request, body))
     log_ignored(ids, warnings)
     records = [record for job_id in ids if (record := service.job(job_id)) is not None]
@@ -193,6 +198,7 @@ async def _image(
 
 EventKind = Literal["image_generation", "image_edit"]
 WAIT_S = 0.25
+QUIET = b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,19 @@ class Streamed:
 
 async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenerator[bytes]:
     """Previews and finished pictures as they come; an `error` event ends the stream."""
+    try:
+        async with aclosing(pictures_of(service, streamed)) as found:
+            async for each in found:
+                body = b"" if each is None else each.model_dump_json().encode()
+                yield QUIET if each is None else event_bytes(each.type.encode(), body)
+    except ApiError as error:
+        yield event_bytes(b"error", error.body().model_dump_json().encode())
+
+
+async def pictures_of(
+    service: JobService, streamed: Streamed
+) -> AsyncGenerator[picture_schemas.PartialImage | picture_schemas.CompletedImage | None]:
+    """Previews and finished pictures as they come; None after a while without one. Raises: ApiError"""
     shown = {job_id: _Shown() for job_id in streamed.ids}
     said_at = time.monotonic()
     try:
@@ -217,19 +236,16 @@ async def picture_events(service: JobService, streamed: Streamed) -> AsyncGenera
                 record = service.mirror.records.get(job_id)
                 if record is None:
                     del shown[job_id]
-                    event: bytes | None = await _completed(service, job_id, streamed)
-                else:
-                    event = await _partial(service, record, streamed, shown[job_id])
-                if event is not None:
-                    yield event
+                    yield await completed(service, job_id, streamed)
+                    said_at = time.monotonic()
+                elif (partial := await _partial(service, record, streamed, shown[job_id])) is not None:
+                    yield partial
                     said_at = time.monotonic()
             if time.monotonic() - said_at > QUIET_S:
-                yield b": still here\n\n"
+                yield None
                 said_at = time.monotonic()
             if first := next(filter(None, map(service.mirror.records.get, shown)), None):
                 await first.updates.wait(WAIT_S)
-    except ApiError as error:
-        yield event_bytes(b"error", error.body().model_dump_json().encode())
     finally:
         if shown and not streamed.is_kept:
             leave(service, list(shown))
@@ -241,7 +257,9 @@ class _Shown:
     num_sent: int = 0
 
 
-async def _partial(service: JobService, record: ServedJob, streamed: Streamed, shown: _Shown) -> bytes | None:
+async def _partial(
+    service: JobService, record: ServedJob, streamed: Streamed, shown: _Shown
+) -> picture_schemas.PartialImage | None:
     """A preview, if the steps have come to the next of the places that divide them equally."""
     most = streamed.asked_for.partial_images or 0
     places = [max(FIRST_STEP, record.facts.steps * (1 + place) // (1 + most)) for place in range(most)]
@@ -263,14 +281,15 @@ async def _partial(service: JobService, record: ServedJob, streamed: Streamed, s
         partial_image_index=shown.num_sent,
     )
     shown.num_sent += 1
-    return event_bytes(image.type.encode(), image.model_dump_json().encode())
+    return image
 
 
-async def _completed(service: JobService, job_id: str, streamed: Streamed) -> bytes:
+async def completed(service: JobService, job_id: str, streamed: Streamed) -> picture_schemas.CompletedImage:
     stored = done_job(service, job_id)
     kind = streamed.asked_for.output_format
-    image = picture_schemas.CompletedImage(
+    return picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
+        model=stored.facts.model,
         b64_json=await base64_of(service, stored, streamed.asked_for),
         created_at=int(service.now()),
         id=job_id,
@@ -279,7 +298,6 @@ async def _completed(service: JobService, job_id: str, streamed: Streamed) -> by
         size=service.served(stored).job().size,
         warnings=list(streamed.warnings) or None,
     )
-    return event_bytes(image.type.encode(), image.model_dump_json().encode())
 
 
 def done_job(service: JobService, job_id: str) -> StoredJob:
@@ -296,7 +314,7 @@ def done_job(service: JobService, job_id: str) -> StoredJob:
 
 
 async def image_content(
-    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest = AS_PNG
+    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.Image:
     text = await base64_of(service, stored, asked_for)
     return picture_schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
@@ -304,5 +322,4 @@ async def image_content(
 
 async def base64_of(service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest) -> str:
     kind, quality = asked_for.output_format, asked_for.output_compression
-    content = await files.picture_as(service.folder.result(stored.facts), kind, quality)
-    return (await asyncio.to_thread(base64.b64encode, content)).decode()
+    return await files.base64_as(service.folder.result(stored.facts), kind, quality)

@@ -48,6 +48,7 @@ Variant = Annotated[
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
+_KEEP, _ZIP = responses(400, 404, 409, 507), responses(400, 404, 409, **{"application/zip": _BINARY})
 _CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 
 
@@ -55,7 +56,7 @@ _CREATE = responses(400, 404, 413, 422, 429, 503, 507)
     "",
     response_model=schemas.Video,
     responses=_CREATE,
-    openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
+    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
     summary="Make a video",
 )
 async def create_video(request: Request, service: Service) -> Response:
@@ -69,7 +70,7 @@ async def create_video(request: Request, service: Service) -> Response:
     "/sync",
     response_class=Response,
     responses=_CREATE | responses(409, 500, 504, **{"video/mp4": _BINARY}),
-    openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
+    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
     summary="Make a video and wait for it",
 )
 async def create_video_and_wait(request: Request, service: Service) -> Response:
@@ -98,10 +99,19 @@ async def list_jobs(
     after: After = None,
     batch_id: Annotated[str | None, Query(max_length=120)] = None,
     ended: Annotated[bool | None, Query(description="Only jobs that have ended, or only open ones.")] = None,
+    favourite: Annotated[bool | None, Query(description="true: only favourites.")] = None,
 ) -> Response:
-    return _list(
-        service, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended
-    ).response()
+    which = {"batch_id": batch_id, "has_ended": ended, "is_favourite": favourite}
+    return _list(service, limit=limit, order=order, after=after, **which).response()
+
+
+@jobs.get("/archive", response_class=Response, responses=_ZIP, summary="Get the files of several jobs")
+async def get_archive(service: Service, ids: Annotated[str, Query(max_length=3_100)]) -> Response:
+    """A ZIP file with the results of about 100 jobs, whose ids have commas between them."""
+    found = [_completed(service, each) for each in dict.fromkeys(ids.split(","))]
+    paths = [service.folder.result(each.facts) for each in found]
+    headers = {"Content-Disposition": 'attachment; filename="gfgen.zip"'}
+    return StreamingResponse(files.zipped(paths), media_type="application/zip", headers=headers)
 
 
 @videos.get("/{job_id}", response_model=schemas.Video, responses=responses(400, 404), summary="Get a video")
@@ -111,6 +121,25 @@ async def get_video(service: Service, job_id: JobId) -> Response:
 
 @jobs.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a job")
 async def get_job(service: Service, job_id: JobId) -> Response:
+    return _found(service, job_id).job().response()
+
+
+@jobs.get("/{job_id}/line", responses=responses(400, 404), summary="Get a job as a line of a job file")
+async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
+    """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` stands for the files
+    of a job that had some: give them again."""
+    had_files = _stored(service, job_id).facts.input_file is not None
+    spec = service.store.spec(job_id) | ({"image": "image.png"} if had_files else {})
+    return {name: spec[name] for name in (*schemas.JobRequest.names, "image") if name in spec}
+
+
+@jobs.put("/{job_id}/favourite", response_model=schemas.Job, responses=_KEEP, summary="Mark a favourite")
+async def set_favourite(service: Service, job_id: JobId, value: bool = True) -> Response:
+    """The retention limits spare the record and the file of a favourite; `value=false` takes that back."""
+    facts = _stored(service, job_id).facts
+    if not await service.store.change(job_id, is_open=False, favourite=value):
+        raise ApiError(409, f"{job_id} is not done yet", code="not_done")
+    service.mirror.set_favourite(facts, is_favourite=value)
     return _found(service, job_id).job().response()
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import json_body, read_model
-from gfgen.server.http.guard import COOKIE, slow_down
+from gfgen.server.http.guard import COOKIE, Access, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import STREAM, event_stream, state_events
 from gfgen.server.jobs.service import JobService
@@ -78,9 +78,15 @@ async def ready(service: Service) -> Response:
     responses=responses(**{"text/plain": {"schema": {"type": "string"}}}),
     summary="Metrics for Prometheus",
 )
-async def metrics(service: Service) -> Response:
-    _check_admin(service)
+async def metrics(request: Request, service: Service) -> Response:
+    if not Access.of(request.scope).only_metrics:
+        _check_admin(service)
     return Response(service.mirror.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/version", response_model=server_schemas.Version, summary="Get the version")
+async def version(service: Service) -> Response:
+    return server_schemas.Version(version=service.mirror.version).response()
 
 
 @router.get("/v1/models", response_model=server_schemas.ModelList, summary="List models")

@@ -6,6 +6,7 @@ Also finished files as HTTP responses, and files that clients upload for batches
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import io
 import itertools
@@ -13,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +28,7 @@ from gfgen.errors import OutputError
 from gfgen.job import images
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
 from gfgen.server.protocol import server_schemas
-from gfgen.server.protocol.problems import ApiError
+from gfgen.server.protocol.problems import ApiError, bad
 from gfgen.server.store import JobFacts, Store
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class JobFolder:
     async def _save_uploads(self, requested: RequestedJob) -> RequestedJob:
         paths: dict[str, str | list[str]] = {}
         hashes: dict[str, str | list[str]] = {}
+        words = requested.words or {}
         number = itertools.count(1)
         for argument, uploads in requested.uploads.items():
             found = []
@@ -89,7 +92,8 @@ class JobFolder:
                 content = upload.content
                 await asyncio.to_thread(_write, self.inputs / name, content, what="save the input picture")
                 async with self._pictures:
-                    found.append(await asyncio.to_thread(self._checked, name, argument))
+                    param = words.get(f"files.{argument}", f"files.{argument}")
+                    found.append(await asyncio.to_thread(self._checked, name, param))
             is_list = len(found) > 1 or uploads[0].is_item
             paths[argument] = [path for path, _ in found] if is_list else found[0][0]
             hashes[argument] = [digest for _, digest in found] if is_list else found[0][1]
@@ -97,12 +101,12 @@ class JobFolder:
             return requested
         return replace(requested, spec=replace(requested.spec, files=paths, files_sha256=hashes))
 
-    def _checked(self, name: str, argument: str) -> tuple[str, str]:
+    def _checked(self, name: str, param: str) -> tuple[str, str]:
         try:
             path, sha256 = images.ImageReader(self.inputs).check(name, may_be_video=True)
         except images.ImageError as error:
             reason = str(error).replace(str(self.inputs / name), "the file")
-            raise ApiError(400, f"files.{argument}: {reason}", param=f"files.{argument}") from None
+            raise bad(param, reason) from None
         return str(path), sha256
 
     def remove_input(self, name: str) -> None:
@@ -137,6 +141,29 @@ class JobFolder:
 
     def _thumbnail(self, job_id: str) -> Path:
         return self._thumbnails / f"{job_id}.webp"
+
+
+def zipped(paths: Iterable[Path]) -> Iterator[bytes]:
+    """A ZIP file, one file at a time; a file that is gone is left out."""
+    pieces = _Pieces()
+    with zipfile.ZipFile(pieces, "w", strict_timestamps=False) as archive:  # type: ignore[call-overload]
+        for path in paths:
+            with suppress(FileNotFoundError):
+                archive.write(path, path.name)
+            yield b"".join(pieces)
+            pieces.clear()
+    yield b"".join(pieces)
+
+
+class _Pieces(list[bytes]):
+    """Where zipfile writes; without `seek`, it writes from start to end."""
+
+    def write(self, content: bytes) -> int:
+        self.append(bytes(content))
+        return len(content)
+
+    def flush(self) -> None:
+        pass
 
 
 def _write(path: Path, content: bytes, *, what: str) -> None:
@@ -227,7 +254,11 @@ class StoredFile(FileResponse):
 
 
 async def picture_as(path: Path, kind: str, quality: int | None = None) -> bytes:
-    return await asyncio.to_thread(_converted, path, kind, 95 if quality is None else quality)
+    return await asyncio.to_thread(_converted, path, kind, quality)
+
+
+async def base64_as(path: Path, kind: str, quality: int | None = None) -> str:
+    return await asyncio.to_thread(lambda: base64.b64encode(_converted(path, kind, quality)).decode())
 
 
 def make_thumbnail(path: Path, small: Path) -> None:
@@ -242,7 +273,7 @@ def make_thumbnail(path: Path, small: Path) -> None:
     _write(small, content, what="write a thumbnail")
 
 
-def _converted(path: Path, kind: str, quality: int) -> bytes:
+def _converted(path: Path, kind: str, quality: int | None) -> bytes:
     from PIL import Image
 
     content = io.BytesIO()
@@ -251,7 +282,7 @@ def _converted(path: Path, kind: str, quality: int) -> bytes:
             return path.read_bytes()
         with Image.open(path) as picture:
             shown = images.as_rgb(picture) if kind == "jpeg" else picture
-            shown.save(content, format=kind.upper(), quality=quality)
+            shown.save(content, format=kind.upper(), quality=95 if quality is None else quality)
     except OSError as error:
         raise _unreadable(error) from None
     return content.getvalue()
@@ -298,13 +329,22 @@ class Uploads:
         uploads._owner = owner
         return uploads
 
-    def add(self, content: bytes, *, filename: str, now: float) -> server_schemas.UploadedFile:
+    def add(
+        self, content: bytes, *, filename: str, now: float, purpose: server_schemas.Purpose = "batch"
+    ) -> server_schemas.UploadedFile:
+        if purpose != "batch":
+            checked_picture(content, param="file")
         used_bytes = sum(file.bytes for file in self._kept())
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
         file = _KeptFile(
-            id=file_id, bytes=len(content), created_at=int(now), filename=filename[:200], owner=self._owner
+            id=file_id,
+            bytes=len(content),
+            created_at=int(now),
+            filename=filename[:200],
+            purpose=purpose,
+            owner=self._owner,
         )
         self._save(f"{file_id}.jsonl", content)
         self._save(f"{file_id}.json", file.model_dump_json().encode())

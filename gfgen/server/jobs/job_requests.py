@@ -10,11 +10,13 @@ import base64
 import hashlib
 import io
 import json
+import logging
 import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,14 @@ from gfgen.server.protocol.problems import (
 )
 from gfgen.server.store import JobFacts, NewJob
 
+logger = logging.getLogger(__name__)
+
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
-MAX_FIELDS, MAX_UPLOADS = 64, 32
+MAX_FIELDS, MAX_UPLOADS, MAX_PICTURES = 64, 32, 16
+"""The last one is of an edit, as at OpenAI."""
+_OF_ANSWERS = ("output_format", "output_compression", "modalities")
+ANY_NAME = "*"
+"""The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _MIN_TIMEOUT_S = 0.001
@@ -81,6 +89,8 @@ class RequestedJob:
     ignored: list[str] | None = None
     """Collects a warning for each field that the model does not use; None refuses such fields."""
     webhook: str | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
+    """Of a line of a batch: how its pictures are answered."""
 
     @property
     def has_inputs(self) -> bool:
@@ -115,13 +125,30 @@ def video_job(
 def image_jobs(
     request: picture_schemas.ImageRequest | picture_schemas.ChatRequest,
     *,
-    picture: bytes | None,
+    pictures: Sequence[bytes] = (),
+    mask: bytes | None = None,
     models: Sequence[server_schemas.ServedModel],
     ignored: list[str] | None,
 ) -> list[RequestedJob]:
-    """One job per picture; each after the first has the next seed. `picture` is the one to begin with."""
-    job, words = request.job, request.names
-    model = chosen_model(job.get("model"), models, kind="image", takes_image=picture is not None)
+    """One job per picture; each after the first has the next seed. `pictures` are those to begin with, and
+    `mask` is white where the first of them is painted."""
+    job, words = request.job, {**request.names, "files.image": "image"}
+    is_several = len(pictures) > 1
+
+    def takes(model: server_schemas.ServedModel) -> bool:
+        takes_image = model.takes_several if is_several else not pictures or model.takes_image != "no"
+        return takes_image and (mask is None or model.mask_argument is not None)
+
+    model = chosen_model(job.get("model"), models, kind="image", takes=takes)
+    if is_several and not model.takes_several:
+        raise ApiError(422, f"image: model {model.id} takes one, not {len(pictures)}", param="image")
+    if mask is not None and model.mask_argument is None:
+        reason = "takes no mask; leave it out, or use a model for inpainting"
+        raise ApiError(422, f"mask: model {model.id} {reason}", param="mask")
+    picture = pictures[0] if pictures and not is_several else None
+    uploads = {"image": [Upload(each, is_item=True) for each in pictures]} if is_several else {}
+    uploads |= {} if mask is None else {model.mask_argument or "": [Upload(mask)]}
+    words |= {f"files.{model.mask_argument or 'mask_image'}": "mask"}
     if model.kind == "video":
         job["frames"] = 1
     first = _spec(job, model, "image", words)
@@ -130,26 +157,70 @@ def image_jobs(
         seed = None if first.seed is None else later_seed(first.seed, number)
         specs.append(replace(first, id=new_id("image"), seed=seed))
     return [
-        RequestedJob(spec, picture=picture, must_be="image", words=words, ignored=ignored) for spec in specs
+        RequestedJob(spec, picture, uploads, must_be="image", words=words, ignored=ignored) for spec in specs
     ]
 
 
+def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of /v1/images that a request for a response has: those of its tool, further ones of its
+    own, and the prompt. Raises: ApiError if it asks for something else than a picture."""
+    kind = picture_schemas.ResponseRequest
+    request = checked(kind, {name: values.get(name) for name in kind.model_fields})
+    tool = next((tool for tool in request.tools or () if tool.get("type") == "image_generation"), None)
+    if tool is None or request.tool_choice == "none":
+        raise bad("tools", 'this server makes pictures, no texts; give [{"type": "image_generation"}]')
+    if request.background is True or request.previous_response_id:
+        raise bad("input", "responses are not kept, and none runs in the background; send the whole input")
+    if not request.text.strip():
+        raise bad("input", "has no text of the user, which is the prompt")
+    taken = {*kind.model_fields, *kind.ignored, "type", "action"}
+    fields = {name: value for name, value in {**values, **tool}.items() if name not in taken}
+    model = tool.get("model") or request.model
+    return {**fields, "model": model, "prompt": request.text, "stream": request.stream}
+
+
+def painted_part(mask: bytes, picture: bytes) -> bytes:
+    """A request's mask as pipelines take it: white where they paint. In the request that is transparent.
+
+    Raises: ApiError if it does not fit the picture, or nothing in it is transparent.
+    Source: OpenAI's reference of images/edits ("fully transparent areas (e.g. where alpha is zero)");
+            diffusers 0.42 StableDiffusionInpaintPipeline ("White pixels in the mask are repainted").
+    """
+    from PIL import Image, ImageOps
+
+    checked_picture(picture, param="image")
+    checked_picture(mask, param="mask")
+    with Image.open(io.BytesIO(mask)) as shape, Image.open(io.BytesIO(picture)) as below:
+        size = ImageOps.exif_transpose(below).size
+        alpha = shape.convert("RGBA").getchannel("A")
+    if alpha.size != size:
+        raise bad("mask", "is {}x{}, but the image {}x{}; give both the same size".format(*alpha.size, *size))
+    white = alpha.point(lambda opacity: 255 * (opacity == 0))
+    if white.getbbox() is None:
+        raise bad("mask", "nothing in it is transparent; the part to paint must be (alpha 0)")
+    content = io.BytesIO()
+    white.save(content, format="PNG")
+    return content.getvalue()
+
+
 def taken_uploads(
-    values: Mapping[str, Any], uploads: Mapping[str, Sequence[Upload]]
+    values: Mapping[str, Any],
+    uploads: Mapping[str, Sequence[Upload]],
+    read_file: Callable[[str], bytes],
 ) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Upload]]]:
-    """The values without `files`, and the uploads with those that `files` has as data: URLs."""
+    """The values without `files`, and the uploads with those that `files` refers to."""
     named = values.get("files")
     if named is None:
         return values, uploads
-    accepted = "an object of arguments, each with a data:image/...;base64 URL or a list of them"
+    accepted = "an object of arguments, each with a data:image/...;base64 URL, a file_id, or a list of them"
     if not isinstance(named, Mapping):
         raise bad("files", accepted)
     found = dict(uploads)
     for name, given in named.items():
         urls = given if isinstance(given, list) else [given]
-        if not urls or not all(isinstance(url, str) for url in urls) or not NAME.fullmatch(name):
+        if not urls or not all(isinstance(url, str | Mapping) for url in urls) or not NAME.fullmatch(name):
             raise bad("files", accepted)
-        contents = [data_url_content(url, param=f"files.{name}") for url in urls]
+        contents = [picture_content(url, read_file, param=f"files.{name}") for url in urls]
         found[name] = [Upload(content, is_item=isinstance(given, list)) for content in contents]
     if sum(map(len, found.values())) > MAX_UPLOADS:
         raise bad("files", f"at most {MAX_UPLOADS} files are accepted")
@@ -194,21 +265,20 @@ def batch_jobs(
         suffix=suffix,
         max_jobs=max_jobs,
     )
-    served = {model.id: model.root or model.id for model in models}
-    usual_frames = {model.id: model.usual_frames for model in models}
     problems, requested = list(parsed.problems), []
     for spec in parsed.specs:
-        name = spec.model or models[0].id
-        if name not in served:
-            accepted = f"is not served here; there are {', '.join(served)}"
-            problems.append(replace(Problem.of("model", name, accepted), line=spec.line))
+        try:
+            model = chosen_model(spec.model or models[0].id, models, kind=None)
+        except ApiError as error:
+            accepted = error.message.partition(": ")[2]
+            problems.append(replace(Problem.of("model", spec.model, accepted), line=spec.line))
             continue
         if num_pictures(spec.args) != 1:
             problems.append(Problem(spec.line, "args.num_images_per_prompt", None, _ONE_FILE))
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
-        frames = spec.frames or usual_frames[name]
-        own = replace(spec, id=new_id("job"), seed=seed, model=served[name], frames=frames, **_OF_FILES)
+        usual = model.usual(partial(getattr, spec))
+        own = replace(spec, id=new_id("job"), seed=seed, model=model.root or model.id, **usual, **_OF_FILES)
         requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and requested):
@@ -293,7 +363,9 @@ def _line_jobs(
     asked_for, warnings = opened(kind, body, is_strict=is_strict)
     if asked_for.stream:
         raise bad("stream", "a batch has no streams; leave it out")
-    return image_jobs(asked_for, picture=None, models=models, ignored=None if is_strict else warnings)
+    jobs = image_jobs(asked_for, models=models, ignored=None if is_strict else warnings)
+    answer = {name: found for name in _OF_ANSWERS if (found := getattr(asked_for, name, None)) is not None}
+    return [replace(job, answer=answer) for job in jobs]
 
 
 def chosen_model(
@@ -301,32 +373,41 @@ def chosen_model(
     models: Sequence[server_schemas.ServedModel],
     *,
     kind: schemas.MediaKind | None,
-    takes_image: bool = False,
+    takes: Callable[[server_schemas.ServedModel], bool] = lambda model: True,
 ) -> server_schemas.ServedModel:
     """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
 
-    A model of this kind fits, or if a picture is given and none of them takes one, any model that does.
+    A model of this kind fits that `takes` what is given, or if there is none, any model that does.
     """
     if name is None:
-        able = [model for model in models if model.takes_image != "no"] if takes_image else models
+        able = list(filter(takes, models))
         return next((model for model in able if kind in (None, model.kind)), (able or models)[0])
-    for model in models:
-        if model.id == name:
-            return model
-    served = ", ".join(model.id for model in models)
+    by_name = {model.id: model for model in models}
+    if name in by_name:
+        return by_name[name]
     shown = name if len(name) <= 80 and name.isprintable() else repr(name[:80])
-    message = f"model {shown}: not served here; there are {served}"
+    if (model := by_name.get(ANY_NAME)) is not None:
+        logger.info("model %s: not served here; %s runs in its place", shown, model.root)
+        return model
+    message = f"model {shown}: not served here; there are {', '.join(by_name)}"
     raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def data_url_content(url: str, *, param: str = "input_reference") -> bytes:
-    """The content of a data: URL. Raises ApiError for any other URL: the server fetches nothing."""
-    match = _DATA_URL.match(url)
+def picture_content(given: Any, read_file: Callable[[str], bytes], *, param: str) -> bytes:
+    """The picture that a request refers to by a data: URL or the id of an uploaded file, as OpenAI's clients
+    write them. Raises ApiError for any other URL: the server fetches nothing."""
+    while isinstance(given, Mapping):
+        if isinstance(file_id := given.get("file_id"), str):
+            return read_file(file_id)
+        given = next((given[key] for key in ("image_url", "url", "file") if key in given), None)
+    if not isinstance(given, str):
+        raise bad(param, "send a file in a form, a data:image/...;base64 URL, or a file_id of /v1/files")
+    match = _DATA_URL.match(given)
     if match is None:
         accepted = "send the picture itself, as a file or as a data:image/...;base64 URL"
         raise bad(param, f"{accepted}; other URLs are not followed")
     try:
-        return base64.b64decode(url[match.end() :], validate=True)
+        return base64.b64decode(given[match.end() :], validate=True)
     except ValueError:
         raise bad(param, "not base64") from None
 
@@ -447,7 +528,7 @@ def _spec(
     fields, problems = parse_fields(named, images=NO_PATHS)
     if problems:
         raise refused(renamed(problems, words), status=400)
-    return JobSpec(**{"frames": model.usual_frames, **fields, "id": new_id(kind)})
+    return JobSpec(**{**model.usual(fields.get), **fields, "id": new_id(kind)})
 
 
 def _frames(seconds: str | float, fps: float) -> int:

@@ -11,7 +11,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,15 +23,16 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
 from gfgen.server.jobs.files import JobFolder, Uploads
-from gfgen.server.jobs.job_requests import RequestedJob
+from gfgen.server.jobs.job_requests import ANY_NAME, RequestedJob
 from gfgen.server.protocol import link, server_schemas
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.server.shown.mirror import MAX_SHOWN_FINISHED, RunMirror
 from gfgen.server.shown.previews import Previews
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.shown.webhooks import check_webhook
 from gfgen.server.store import (
+    DAY_S,
     BatchRow,
     Ended,
     Ending,
@@ -41,6 +42,7 @@ from gfgen.server.store import (
     Store,
     StoredJob,
     Work,
+    used_rank_s,
 )
 from gfgen.system.wording import counted
 
@@ -61,7 +63,7 @@ class JobService:
     limits: ServerLimits
     send: Callable[[Any], None]
     api: ApiOptions = field(default_factory=ApiOptions)
-    owners: Sequence[str] = ()
+    keys: Mapping[str, NamedKey] = field(default_factory=dict)
     now: Callable[[], float] = time.time
     on_end: Callable[[ServedJob], None] = lambda record: None
     owner: str | None = None
@@ -86,20 +88,21 @@ class JobService:
             raise self.not_ready()
         return self.mirror.run_info
 
-    def models(self) -> list[server_schemas.ServedModel]:
-        """The models and their aliases; none while the server is loading."""
+    def models(self, *, has_any: bool = False) -> list[server_schemas.ServedModel]:
+        """The models and their aliases; none while the server is loading. With `has_any` also what any other
+        name stands for."""
         models = {model.id: model for model in self.mirror.models()}
         aliases = [
             models[name].model_copy(update={"id": alias, "root": name})
             for alias, name in self.api.aliases.items()
-            if name in models
+            if name in models and (has_any or alias != ANY_NAME)
         ]
         return [*models.values(), *aliases]
 
     def ready_models(self) -> list[server_schemas.ServedModel]:
-        """As `models`; raises ApiError if the server is not ready."""
+        """As `models` with `has_any`; raises ApiError if the server is not ready."""
         self.check_ready()
-        return self.models()
+        return self.models(has_any=True)
 
     def not_ready(self) -> ApiError:
         return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)
@@ -191,16 +194,22 @@ class JobService:
         With several keys, each may have half of the room that the others leave, so there is always some for
         a key that has no jobs.
         """
-        most = self.limits.open_jobs // (2 if self.owners else 1)
+        key = self.keys.get(self.owner or "")
+        own_most = self.limits.open_jobs if key is None or key.open_jobs is None else key.open_jobs
+        most = min(own_most, self.limits.open_jobs // (2 if self.keys else 1))
         if num_jobs > most:
             raise ApiError(413, f"{counted(num_jobs, 'job')}; {most:,} may be open at once: split it")
         num_open, most = len(self.mirror.records) + self._num_reserved.total(), self.limits.open_jobs
-        if self.owners:
-            own = sum(record.facts.owner == self.owner for record in self.mirror.records.values())
-            own += self._num_reserved[self.owner]
-            num_open, most = own, (most - (num_open - own)) // 2
+        if self.keys:
+            own_jobs = [each for each in self.mirror.records.values() if each.facts.owner == self.owner]
+            own = len(own_jobs) + self._num_reserved[self.owner]
+            num_open, most = own, min(own_most, (most - (num_open - own)) // 2)
+            if key is not None and key.gpu_s_per_day is not None:
+                used_s = used_rank_s(self.store, self.owner, day=int(self.now() // DAY_S))
+                used_s += sum(each.rank_s for each in own_jobs)
+                _check_day(used_s, key.gpu_s_per_day, now=self.now())
         if num_open + num_jobs > most:
-            whose = "of this key are open" if self.owners else "are open"
+            whose = "of this key are open" if self.keys else "are open"
             raise ApiError(
                 429,
                 f"{num_open:,} of {most:,} jobs {whose}; retry when some have ended",
@@ -242,7 +251,7 @@ class JobService:
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.check_ready()
-        if not await self.store.set_priority(job_id, priority):
+        if not await self.store.change(job_id, is_open=True, priority=priority):
             raise ApiError(409, f"{job_id} has ended", code="not_open")
         if (record := self.mirror.records.get(job_id)) is not None:
             record.facts = replace(record.facts, priority=priority)
@@ -316,7 +325,13 @@ class JobService:
                             code="not_ready",
                             retry_after_s=10,
                         )
-                    await record.updates.wait(1.0)
+                    await record.ends.wait(1.0)
+
+
+def _check_day(used_s: float, most: int, *, now: float) -> None:
+    if used_s >= most:
+        text = f"this key has used {used_s:,.0f} of {most:,} GPU-seconds of this day; go on at 00:00 UTC"
+        raise ApiError(429, text, code="quota_exceeded", retry_after_s=DAY_S - now % DAY_S)
 
 
 def _soonest_end_s(open_jobs: Iterable[ServedJob], *, now: float) -> float:
@@ -365,8 +380,8 @@ class RunFollower:
             else:
                 records.append(ServedJob(facts))
                 jobs.append(admitted[0])
-        for owner in (None, *self._service.owners):
-            ended = self._store.last_ended(MAX_SHOWN_FINISHED, owner)
+        for owner in (None, *self._service.keys):
+            ended = self._store.jobs(limit=MAX_SHOWN_FINISHED, has_ended=True, owner=owner, is_by_end=True)
             self._mirror.finished_of(owner).extend(map(self._service.served, ended))
         self._mirror.add(records)
         self._service.submit(jobs)

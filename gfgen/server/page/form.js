@@ -1,10 +1,13 @@
 // The form: a model's defaults, errors at their fields, and submission.
 
-import { ask, parse } from "./live.js";
-import { byId, counted, countdown, make, mark, ordinal, say, sentence, write } from "./words.js";
+import { estimate, seconds, variations } from "./cost.js";
+import { ask, newKey, parse } from "./live.js";
+import { Picture } from "./picture.js";
+import { byId, counted, countdown, duration, make, mark, ordinal, say, sentence, write } from "./words.js";
 
-const SHOWN = ["prompt", "model", "image", "size", "frames", "fps", "steps", "guidance", "seed", "deadline"];
+const SHOWN = ["prompt", "model", "recipe", "size", "frames", "fps", "steps", "guidance", "seed", "deadline"];
 const FIELDS = [...SHOWN, "priority", "negative_prompt", "tag"];
+const MOST_TEXTS = 100; // choices of one prompt
 const INPUTS = [...FIELDS, "number"];
 const FIELD_OF = { width: "size", height: "size", guidance_scale: "guidance", true_cfg_scale: "guidance" };
 const MOST = 2n ** 63n - 1n; // largest seed
@@ -29,15 +32,27 @@ export class Form {
 
   constructor({ live }) {
     this.#live = live;
-    for (const name of INPUTS) {
+    this.picture = new Picture({
+      changed: () => {
+        this.#key = null;
+        this.#blame("image", "");
+        this.#showCost();
+      },
+      wanted: () => this.choosePictureModel(),
+    });
+    for (const name of [...INPUTS, "vary"]) {
       const field = byId(name);
-      field.setAttribute("aria-describedby", `${name}-wrong`);
+      if (name !== "vary") field.setAttribute("aria-describedby", `${name}-wrong`);
       field.addEventListener("input", () => {
         this.#touched.add(name);
         this.#key = null; // a changed form is a new request
-        this.#blame(name, "");
+        if (name !== "vary") this.#blame(name, "");
+        if (name === "recipe") this.#suggest();
+        this.#showCost();
       });
     }
+    byId("image").setAttribute("aria-describedby", "image-tip image-wrong");
+    byId("prompt").addEventListener("input", () => this.#grow());
     byId("model").addEventListener("change", () => this.#suggest());
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -66,13 +81,14 @@ export class Form {
       this.#suggest();
     }
     mark(byId("send"), "aria-disabled", status === "ready" && !this.#isBusy ? null : "true");
+    this.#showCost();
     for (const job of this.#own.size ? this.#live.finished : []) {
       if (this.#own.delete(job.id)) say(`${sentence(job.status)} ${job.prompt}`);
     }
   }
 
   /** Copy the settings of another job. */
-  fill(job) {
+  fill(job, told = "Settings copied. Change the seed for a different result.") {
     const values = {
       prompt: job.prompt, model: job.model, size: job.size, frames: job.frames ?? "", fps: job.fps ?? "",
       steps: job.steps, seed: job.seed, priority: job.priority || "", tag: job.tag ?? "", number: "",
@@ -82,21 +98,112 @@ export class Form {
       this.#touched.add(name);
     }
     this.#key = null;
+    this.picture.clear();
     this.#blameNothing();
     this.#suggest();
+    this.#grow();
+    byId("vary").checked = !job.prompt.includes("{"); // the braces of a job are text
     byId("prompt").focus();
-    write(byId("sent"), "Settings copied. Change the seed for a different result.");
+    this.#tell(told, "");
   }
 
   get #model() {
-    return this.#live.state.models.find((model) => model.id === byId("model").value);
+    return this.#live.state?.models.find((model) => model.id === byId("model").value);
+  }
+
+  /** The model that takes a start image: the chosen one, or the first one; null if there is none. */
+  get modelForPictures() {
+    const able = (this.#live.state?.models ?? []).filter((model) => model.takes_image !== "no");
+    return able.find((model) => model.id === byId("model").value) ?? able[0] ?? null;
+  }
+
+  choosePictureModel() {
+    const model = this.modelForPictures;
+    if (model && byId("model").value !== model.id) {
+      byId("model").value = model.id;
+      this.#suggest();
+    }
+    return model !== null;
+  }
+
+  /** The prompt's field is as high as its text. */
+  #grow() {
+    const field = byId("prompt");
+    field.style.height = "auto";
+    field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
+  }
+
+  /** The texts that the prompt stands for. */
+  get #texts() {
+    const text = byId("prompt").value.trim();
+    return (byId("vary").checked && /\{[^{}]*\|[^{}]*\}/.test(text) && variations(text)) || [text];
+  }
+
+  /** How many jobs, what they cost, and whether they meet their deadline. */
+  #showCost() {
+    const all = variations(byId("prompt").value.trim()) ?? [""];
+    byId("vary-field").hidden = all.length < 2;
+    write(byId("vary-text"), `Make all ${all.length.toLocaleString()} variations`);
+    const asked = Math.floor(Number(byId("number").value.trim() || 1)) || 1;
+    const number = this.#texts.length * Math.max(1, asked);
+    if (!this.#isBusy) write(byId("send"), number > 1 ? `Submit ${number.toLocaleString()} jobs` : "Submit");
+    const value = (name) => byId(name).value.trim() || byId(name).placeholder;
+    const [size, frames, steps] = ["size", "frames", "steps"].map(value);
+    const model = this.#model;
+    const own = { model: model?.root ?? model?.id, size, steps, number, frames: model?.kind === "image" ? 1 : frames };
+    const cost = model ? estimate(this.#live, own) : null;
+    if (!cost) return this.#tellCost(model ? "The first job shows what one costs." : "", "");
+    const each = `${duration(cost.each)} of ${/cpu/i.test(this.#live.state.device) ? "rank" : "GPU"} time`;
+    const due = seconds(byId("deadline").value.trim());
+    const slack = due === null ? 0 : due - cost.ends;
+    const late = slack < 0 ? `, \u2717 ${countdown(-slack)} late` : due === null ? "" : ", \u2713 in time";
+    const what = number > 1 ? "all done" : "done";
+    this.#tellCost(`About ${each}${number > 1 ? " each" : ""}, ${what} in ${countdown(cost.ends)}${late}`,
+      slack < 0 ? "bad" : "");
+  }
+
+  #tellCost(text, kind) {
+    write(byId("cost"), text);
+    mark(byId("cost"), "data-kind", kind);
+  }
+
+  /** The model's recipes and LoRAs. */
+  #offer({ recipes = [], patches = [] }) {
+    byId("recipe-field").hidden = !recipes.length;
+    const chosen = byId("recipe").value;
+    const options = [["", "none"], ...recipes.map((name) => [name, name])];
+    byId("recipe").replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+    if (recipes.includes(chosen)) byId("recipe").value = chosen;
+    byId("patches-field").hidden = !patches.length;
+    const known = [...byId("patches").querySelectorAll("[type=checkbox]")].map((box) => box.value);
+    if (known.join("\n") === patches.join("\n")) return;
+    const entry = (name) => {
+      const box = make("input", { type: "checkbox", value: name });
+      const scale = make("input", { inputMode: "decimal", value: "1", maxLength: 6, "aria-label": `Scale of ${name}` });
+      return make("li", {}, make("label", { class: "check" }, box, make("span", {}, name)), scale);
+    };
+    byId("patches").replaceChildren(...patches.map(entry));
+    byId("patches").oninput = () => (this.#key = null);
+  }
+
+  /** The chosen LoRAs, as `lora` has them. */
+  get #patches() {
+    if (byId("patches-field").hidden) return [];
+    const rows = [...byId("patches").children].filter((row) => row.querySelector("[type=checkbox]").checked);
+    return rows.map((row) => {
+      const [box, scale] = row.querySelectorAll("input");
+      return { name: box.value, scale: Number(scale.value.replace(",", ".") || 1) };
+    });
   }
 
   /** Put the model's defaults into untouched fields. */
   #suggest() {
     const model = this.#model;
     if (!model) return;
-    const defaults = model.defaults ?? {};
+    this.#offer(model);
+    this.picture.fit(model);
+    const defaults = { ...model.defaults };
+    if (byId("recipe").value) delete defaults.steps; // the recipe has them
     for (const name of ["size", "frames", "steps"]) {
       const field = byId(name);
       if (!this.#touched.has(name) || field.value === "") field.value = defaults[name] ?? "";
@@ -129,17 +236,20 @@ export class Form {
       return;
     }
     this.#key ??= newKey();
-    const number = Number(byId("number").value.trim() || 1);
+    const texts = this.#texts;
+    const number = Number(byId("number").value.trim() || 1) * texts.length;
     const jobs = [];
     this.#wait(true);
     try {
+      const mask = byId("image-field").hidden ? null : await this.picture.maskFile();
       for (let place = 0; place < number; place += 1) {
         const key = place ? `${this.#key}-${place}` : this.#key;
-        const answer = await ask("POST", "/v1/jobs", { form: this.#body(place), key });
-        jobs.push(parse(await answer.text()));
+        const form = this.#body(Math.floor(place / texts.length), texts[place % texts.length], mask);
+        jobs.push(parse(await (await ask("POST", "/v1/jobs", { form, key })).text()));
         this.#own.add(jobs.at(-1).id);
+        if (number > 1) write(byId("send"), `${place + 1} of ${number}`);
       }
-      this.#accepted(jobs);
+      this.accepted(jobs);
     } catch (problem) {
       this.#refused(problem, jobs.length ? `${jobs.length} of ${number} accepted. ` : "");
     } finally {
@@ -170,20 +280,23 @@ export class Form {
 
   #wait(isBusy) {
     this.#isBusy = isBusy;
-    write(byId("send"), isBusy ? "Submitting" : "Submit");
+    if (isBusy) write(byId("send"), "Submitting");
     this.show();
   }
 
   /** The request for one of several jobs, which count the seed up. */
-  #body(place) {
+  #body(place, prompt, mask) {
     const body = new FormData();
     for (const name of FIELDS) {
       const field = byId(name);
       if (field.closest("[hidden]")) continue;
-      let value = name === "image" ? field.files[0] : field.value.trim();
+      let value = name === "prompt" ? prompt : field.value.trim();
       if (name === "seed" && value) value = String((BigInt(value) + BigInt(place)) % (MOST + 1n));
       if (value) body.append(name === "guidance" ? this.#guidanceName : name, value);
     }
+    if (this.picture.file && !byId("image-field").hidden) body.append("image", this.picture.file);
+    if (mask) body.append(`files[${this.picture.maskArgument}]`, mask);
+    if (this.#patches.length) body.append("lora", JSON.stringify(this.#patches));
     return body;
   }
 
@@ -197,7 +310,9 @@ export class Form {
     const blame = (name, text) => wrong.push([name, text]);
     if (!byId("prompt").value.trim()) blame("prompt", "Describe what you want to see.");
     const needsImage = this.#model?.takes_image === "always";
-    if (needsImage && !byId("image").files.length) blame("image", "This model needs an image.");
+    if (needsImage && !this.picture.file) blame("image", "This model needs an image.");
+    if (this.#texts.length > MOST_TEXTS) blame("prompt", `At most ${MOST_TEXTS} variations; a job file takes more.`);
+    if (this.#patches.some(({ scale }) => !Number.isFinite(scale))) blame("lora", "A scale is a number like 0.8.");
     const size = byId("size").value.trim();
     if (size && !/^\d{1,9} *x *\d{1,9}$/i.test(size)) blame("size", "Width x height, like 832x480.");
     for (const [name, [low, high]] of Object.entries(WHOLE)) {
@@ -214,8 +329,9 @@ export class Form {
     return wrong;
   }
 
-  #accepted(jobs) {
+  accepted(jobs) {
     this.#key = null;
+    for (const job of jobs) this.#own.add(job.id);
     if (jobs.length > 1) return this.#tell(`${jobs.length} jobs accepted.`, "good");
     const { position, predicted_completion_at: endsAt } = jobs[0];
     const place = position ? `, ${position === 1 ? "next" : ordinal(position)} in the queue` : "";
@@ -225,7 +341,7 @@ export class Form {
 
   #refused(problem, before) {
     const name = FIELD_OF[problem.param] ?? problem.param;
-    if (FIELDS.includes(name) && !byId(name).closest("[hidden]")) {
+    if ([...FIELDS, "image", "lora"].includes(name) && !byId(name).closest("[hidden]")) {
       const text = problem.message.replace(new RegExp(`^${problem.param}:\\s*`), "");
       this.#blame(name, text);
       this.#go(name);
@@ -238,9 +354,10 @@ export class Form {
 
   /** Focus an invalid field, and unfold it if it is hidden. */
   #go(name) {
-    const folded = byId(name).closest("details");
+    const field = name === "lora" ? byId("patches").querySelector("input") : byId(name);
+    const folded = field.closest("details");
     if (folded) folded.open = true;
-    byId(name).focus();
+    field.focus();
   }
 
   #tell(text, kind) {
@@ -250,16 +367,11 @@ export class Form {
 
   #blame(name, text) {
     write(byId(`${name}-wrong`), text && sentence(text));
-    mark(byId(name), "aria-invalid", text ? "true" : null);
+    if (name !== "lora") mark(byId(name), "aria-invalid", text ? "true" : null);
   }
 
   #blameNothing() {
-    for (const name of INPUTS) this.#blame(name, "");
+    for (const name of [...INPUTS, "image", "lora"]) this.#blame(name, "");
     this.#tell("", "");
   }
-}
-
-/** For the header Idempotency-Key: the server makes one job for all requests with the same key. */
-function newKey() {
-  return [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
 }

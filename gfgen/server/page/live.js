@@ -9,6 +9,8 @@ const PAUSES_S = [0.5, 1, 2, 4, 8];
 /** Parse JSON from the server; a seed may have more digits than a JavaScript number holds. */
 export const parse = (text) => JSON.parse(text.replace(/"seed":\s*(\d{16,})/g, '"seed":"$1"'));
 
+const byEnd = (a, b) => b.completed_at - a.completed_at;
+
 class Problem extends Error {
   constructor(status, body, retryAfter) {
     super(body?.message || (status ? `the server responded with status ${status}` : "the server cannot be reached"));
@@ -68,8 +70,10 @@ export class Live extends EventTarget {
   open = new Map(); // jobs by id, in order
   finished = []; // the last 48 that have ended, latest first
   older = []; // ended jobs before these, as far as they were asked for
-  hasOlder = false;
-  #after = null; // the last job of the pages of older jobs so far
+  favourites = []; // favourites that were asked for
+  hasOlder = { all: false, favourites: true };
+  #after = { all: null, favourites: null }; // the last jobs of the pages so far
+  #ended = null; // `ended`, until it changes
   timeline = new Map(); // bars by key
   connection = { kind: "connecting", reason: "", when: "" }; // connecting, live, lost, locked
   #ahead = -Infinity; // server's clock minus performance.now(), in seconds
@@ -84,32 +88,58 @@ export class Live extends EventTarget {
   }
 
   job(id) {
-    return this.open.get(id) ?? this.ended.find((job) => job.id === id);
+    return this.open.get(id) ?? this.ended.find((job) => job.id === id) ?? this.favourites.find((job) => job.id === id);
   }
 
   /** All known jobs that have ended, latest first. */
   get ended() {
-    return [...this.finished, ...this.older];
+    if (this.#ended) return this.#ended;
+    const known = new Set(this.finished.map((job) => job.id));
+    return (this.#ended = [...this.finished, ...this.older.filter((job) => !known.has(job.id))]);
+  }
+
+  /** Ended jobs of a kind: "all" or "favourites". */
+  shown(kind) {
+    if (kind === "all") return this.ended;
+    const news = new Map([...this.favourites, ...this.ended].map((job) => [job.id, job]));
+    return [...news.values()].filter((job) => job.favourite).sort(byEnd);
   }
 
   /** Ask for jobs that ended earlier; pages are in the order of acceptance. */
-  async more() {
-    const known = new Set(this.ended.map((job) => job.id));
+  async more(kind = "all") {
+    const known = new Set((kind === "all" ? this.ended : this.favourites).map((job) => job.id));
     let news = [];
-    while (this.hasOlder && !news.length) {
-      const after = this.#after ? `&after=${encodeURIComponent(this.#after)}` : "";
-      const page = parse(await (await ask("GET", `/v1/jobs?ended=true&limit=100${after}`)).text());
-      this.#after = page.last_id;
-      this.hasOlder = page.has_more;
+    while (this.hasOlder[kind] && !news.length) {
+      const after = this.#after[kind] ? `&after=${encodeURIComponent(this.#after[kind])}` : "";
+      const which = kind === "all" ? "" : "&favourite=true";
+      const page = parse(await (await ask("GET", `/v1/jobs?ended=true&limit=100${which}${after}`)).text());
+      this.#after[kind] = page.last_id;
+      this.hasOlder[kind] = page.has_more;
       news = page.data.filter((job) => !known.has(job.id));
     }
-    this.older = [...this.older, ...news].sort((a, b) => b.completed_at - a.completed_at);
-    this.dispatchEvent(new Event("change"));
+    if (kind === "all") this.older = [...this.older, ...news].sort(byEnd);
+    else this.favourites = [...this.favourites, ...news];
+    this.#changed();
+  }
+
+  /** Mark a result, which the server keeps, or end that. */
+  async favour(id, isFavourite) {
+    const path = `/v1/jobs/${encodeURIComponent(id)}/favourite?value=${isFavourite}`;
+    const job = parse(await (await ask("PUT", path)).text());
+    const known = this.job(id);
+    if (known) known.favourite = job.favourite;
+    this.#changed();
   }
 
   /** A job was removed. */
   forget(id) {
-    this.older = this.older.filter((job) => job.id !== id);
+    for (const name of ["finished", "older", "favourites"]) this[name] = this[name].filter((job) => job.id !== id);
+    this.#changed();
+  }
+
+  #changed() {
+    this.#ended = null;
+    this.dispatchEvent(new Event("change"));
   }
 
   /** Follow the stream, reconnecting, until the page closes. */
@@ -189,8 +219,9 @@ export class Live extends EventTarget {
     this.#stoppedAt = null;
     this.open = new Map(state.open.map((job) => [job.id, job]));
     this.finished = state.finished;
-    [this.older, this.#after] = [[], null];
-    this.hasOlder = state.finished.length >= SHOWN;
+    [this.older, this.favourites, this.#ended] = [[], [], null];
+    this.#after = { all: null, favourites: null };
+    this.hasOlder = { all: state.finished.length >= SHOWN, favourites: true };
     this.timeline = new Map(state.timeline.map((bar) => [bar.key, bar]));
     this.#tick(state.server_time);
   }
@@ -211,7 +242,8 @@ export class Live extends EventTarget {
       this.finished = ended.slice(0, SHOWN).filter((job) => !gone.has(job.id));
       const pushedOut = ended.slice(SHOWN);
       if (this.older.length) this.older = [...pushedOut, ...this.older];
-      else if (pushedOut.length) this.hasOlder = true;
+      else if (pushedOut.length) this.hasOlder.all = true;
+      this.#ended = null;
       for (const id of known.keys()) this.open.delete(id);
     }
     if (change.order) {
@@ -233,4 +265,9 @@ export class Live extends EventTarget {
   #tick(serverTime) {
     this.#ahead = Math.max(this.#ahead, serverTime - performance.now() / 1000);
   }
+}
+
+/** For the header Idempotency-Key: the server makes one job for all requests with the same key. */
+export function newKey() {
+  return [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
 }

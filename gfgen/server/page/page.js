@@ -1,11 +1,12 @@
 // The page at /: connects the parts, and shows the header, the connection and the key dialog.
 
+import { Acts } from "./acts.js";
 import { Colours } from "./colours.js";
 import { Form } from "./form.js";
+import { Gallery } from "./gallery.js";
 import { ask, Live } from "./live.js";
 import { Notices } from "./notices.js";
 import { Queue } from "./queue.js";
-import { Results } from "./results.js";
 import { Timeline } from "./timeline.js";
 import { byId, counted, make, mark, say, write } from "./words.js";
 
@@ -41,7 +42,7 @@ const form = new Form({ live });
 const parts = [
   new Timeline({ live, colours, picked }),
   new Queue({ live, colours, picked }),
-  new Results({ live, again: (job) => form.fill(job) }),
+  new Gallery({ live, acts: new Acts({ live, form, picture: form.picture }) }),
   new Notices({ live }),
   form,
 ];
@@ -150,11 +151,11 @@ byId("key-dialog-form").addEventListener("submit", async (event) => {
   live.retry();
 });
 
-// A phone shows the queue and the results first, in the order in which the keyboard reaches them ---------
+// A phone shows the results first, in the order in which the keyboard reaches the parts -------------------
 
 const phone = matchMedia("(max-width: 699px)");
 function order() {
-  const order = phone.matches ? ["queue", "results", "new", "timeline"] : ["timeline", "new", "queue", "results"];
+  const order = phone.matches ? ["results", "new", "queue", "timeline"] : ["new", "results", "queue", "timeline"];
   const main = document.querySelector("main");
   main.append(...order.map((name) => main.querySelector(`.panel.${name}`)));
 }

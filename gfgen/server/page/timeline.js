@@ -49,7 +49,19 @@ export class Timeline {
       this.#picked.keep(found?.job_id ?? null);
     });
     picked.addEventListener("change", () => (this.#drawnAt = 0));
+    byId("timeline-fold").addEventListener("click", () => {
+      localStorage.timeline = localStorage.timeline === "no" ? "yes" : "no";
+      this.#fold();
+    });
+    this.#fold();
     requestAnimationFrame((at) => this.#turn(at));
+  }
+
+  #fold() {
+    const isFolded = localStorage.timeline === "no";
+    byId("chart").hidden = isFolded;
+    mark(byId("timeline-fold"), "aria-expanded", !isFolded);
+    write(byId("timeline-fold"), isFolded ? "Show" : "Hide");
   }
 
   /** The state has changed. */
@@ -139,7 +151,7 @@ export class Timeline {
   #fit() {
     const box = this.#canvas.parentElement;
     const ranks = Math.max(1, this.#live.state?.ranks.length ?? 4);
-    const lane = Math.max(28, Math.min(44, Math.floor(132 / ranks)));
+    const lane = Math.max(20, Math.min(32, Math.floor(128 / ranks)));
     const [width, height] = [box.clientWidth, lane * ranks + AXIS];
     const sharpness = devicePixelRatio || 1;
     this.#size = { width, height, lane, ranks };

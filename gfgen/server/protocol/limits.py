@@ -82,8 +82,24 @@ def check_key(key: str, *, where: str) -> None:
         )
 
 
-def read_keys(path: Path) -> dict[str, str]:
-    """The keys of a file by name: a line has a name and a key. Blank lines and # comments are skipped.
+@dataclass(frozen=True, slots=True)
+class NamedKey:
+    """A key of the key file, and what its line allows."""
+
+    key: str = field(repr=False)
+    open_jobs: int | None = None
+    gpu_s_per_day: int | None = None
+    only_metrics: bool = False
+
+
+_ALLOWS = re.compile(
+    r"(?:\s+(?:open=(?P<open>\d{1,9})|gpu-seconds=(?P<gpu>\d{1,9})|(?P<metrics>metrics-only)))*"
+)
+
+
+def read_keys(path: Path) -> dict[str, NamedKey]:
+    """The keys of a file by name: a line has a name, a key, and perhaps limits. Blank lines and # comments
+    are skipped.
 
     Raises: InputError that names the first wrong line, but no key.
     """
@@ -92,18 +108,23 @@ def read_keys(path: Path) -> dict[str, str]:
         is_open = bool(path.stat().st_mode & 0o044)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--key-file {path}: cannot be read ({error})") from None
-    keys: dict[str, str] = {}
+    keys: dict[str, NamedKey] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        name, _, key = line.strip().partition(" ")
+        name, key, *_ = [*line.split(), "", ""]
+        rest = line.strip().removeprefix(name).lstrip().removeprefix(key)
         where = f"--key-file {path}: line {number}"
-        if not _NAME.fullmatch(name) or not key.strip():
+        if not _NAME.fullmatch(name) or not key:
             raise InputError(f"{where}: give a name (letters, digits, . _ -) and a key, with a space between")
-        check_key(key.strip(), where=where)
-        if name in keys or key.strip() in keys.values():
+        check_key(key, where=where)
+        if (found := _ALLOWS.fullmatch(rest)) is None:
+            accepted = "open=JOBS, gpu-seconds=SECONDS (of each day) and metrics-only"
+            raise InputError(f"{where}: behind the key, which has no spaces, {accepted} are accepted")
+        if name in keys or key in (each.key for each in keys.values()):
             raise InputError(f"{where}: its name or key is also on an earlier line; give each key its own")
-        keys[name] = key.strip()
+        jobs, gpu_s = (None if found[each] is None else int(found[each]) for each in ("open", "gpu"))
+        keys[name] = NamedKey(key, jobs, gpu_s, only_metrics=found["metrics"] is not None)
     if not keys:
         raise InputError(f"--key-file {path}: has no keys; give a name and a key on each line")
     if is_open:

@@ -31,7 +31,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import RankState
-from gfgen.server.protocol.limits import ApiOptions, ServerLimits
+from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.server_schemas import ServedModel
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
@@ -53,7 +53,8 @@ class FrontSettings:
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
+    commit: str = ""
+    keys: Mapping[str, NamedKey] = field(default_factory=dict)
     """Named keys, each of which sees its own jobs; `api_key` sees all."""
     recipes: Recipes = field(default_factory=dict)
     """A user's own, which jobs can name."""

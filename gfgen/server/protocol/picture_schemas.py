@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
+from gfgen.server.protocol import schemas
 from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused, documented, or_null, same
 
 _AUTO = {"const": "auto", "type": "string"}
@@ -71,6 +72,7 @@ class Image(ResponseModel):
 
 class Images(ResponseModel):
     created: int
+    model: str = Field(description="The one that made them.")
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
@@ -117,8 +119,63 @@ class CompletedImage(ImageEvent):
     """An event of a stream of pictures: a finished picture."""
 
     type: Literal["image_generation.completed", "image_edit.completed"]
+    model: str = Field(description="The one that made it.")
     seed: int
     usage: ImageUsage = ImageUsage()
+    warnings: list[str] | None = Field(None, description="Fields that were ignored.")
+
+
+class ResponseRequest(schemas.RequestModel):
+    """POST /v1/responses. The tool has fields of /v1/images/generations; others of these may stand beside
+    `input`."""
+
+    model: str | None = Field(None, description="That of the tool counts, if it has one.")
+    input: str | list[dict[str, Any]] = Field(description="A text, or messages with texts and pictures.")
+    tools: list[dict[str, Any]] | None = Field(None, description='`{"type": "image_generation", ...}`')
+    stream: bool | None = Field(None, exclude=True, description="Send OpenAI's events.")
+    tool_choice: Unused = None
+    background: Unused = None
+    previous_response_id: Unused = None
+    ignored: ClassVar = (
+        *("instructions", "include", "metadata", "store", "parallel_tool_calls", "reasoning", "text"),
+        *("truncation", "temperature", "top_p", "max_output_tokens", "max_tool_calls", "service_tier"),
+    )
+    """OpenAI's fields without a meaning here."""
+
+    @property
+    def text(self) -> str:
+        """Of the user's last message."""
+        if isinstance(self.input, str):
+            return self.input
+        content = next((each.get("content") for each in self.input[::-1] if each.get("role") == "user"), "")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "\n".join(text for text in texts if isinstance(text, str))
+
+
+class ImageCall(ResponseModel):
+    """A picture in a response."""
+
+    id: str
+    type: Literal["image_generation_call"] = "image_generation_call"
+    status: Literal["generating", "completed"] = "generating"
+    result: str | None = Field(None, description="As base64.")
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str | None = None
+    revised_prompt: str | None = None
+
+
+class PictureResponse(ResponseModel):
+    id: str
+    object: Literal["response"] = "response"
+    status: Literal["in_progress", "completed", "failed"] = "in_progress"
+    created_at: int
+    model: str = Field(description="The one that makes them.")
+    output: list[ImageCall]
+    error: schemas.JobFailure | None = None
+    tools: list[dict[str, Any]]
+    tool_choice: Literal["auto"] = "auto"
+    parallel_tool_calls: bool = True
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 

@@ -196,6 +196,7 @@ class Job(ResponseModel):
     )
     owner: str | None = Field(None, description="Name of the API key that it came with; null for the admin.")
     warnings: list[str] | None = Field(None, description="What in it does not act as it was written.")
+    favourite: bool = Field(False, description="Its record and file stay beyond the retention limits.")
     content_url: str | None = Field(None, description="Path of the finished file.")
     thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
     preview_url: str | None = Field(

@@ -6,6 +6,8 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,8 +15,11 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from gfgen.errors import JobError
+from gfgen.job.recipes import is_for, recipes
 from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.pipeline import SEVERAL_PICTURES
 from gfgen.runtime.core.admission import ResolvedModel
+from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.server.protocol.picture_schemas import ChatCompletion, Images
 from gfgen.server.protocol.schemas import (
     BatchEndpoint,
@@ -50,11 +55,22 @@ class ServedModel(ResponseModel):
     created: int
     owned_by: Literal["gfgen"] = "gfgen"
     root: str | None = Field(None, description="The model that this alias stands for.")
+    patches: list[str] = Field(default_factory=list, description="LoRAs of this server, by name.")
+    recipes: list[str] = Field(default_factory=list, description="Recipes for this model, by name.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
+    takes_several: bool = Field(False, description="Whether a job may have several input pictures.")
+    mask_argument: str | None = Field(None, description="What takes a mask: white where the model paints.")
     defaults: Defaults | None = None
-    usual_frames: SkipJsonSchema[int | None] = Field(None, exclude=True)
-    """Of jobs that leave them out, where the server's limit is below the model's own default."""
+    limited: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict, exclude=True)
+    """Fields whose limit at this server is below the model's own default."""
+
+    def usual(self, given: Callable[[str], Any]) -> dict[str, Any]:
+        """The limited fields that a job leaves out."""
+        left_out = {name: value for name, value in self.limited.items() if given(name) is None}
+        if given("recipe") is not None:
+            left_out.pop("steps", None)
+        return left_out
 
 
 class ModelList(ResponseModel):
@@ -78,6 +94,10 @@ class PolicyState(ResponseModel):
 
 class Health(ResponseModel):
     status: Literal["ok"] = "ok"
+
+
+class Version(ResponseModel):
+    version: str
 
 
 class Ready(ResponseModel):
@@ -216,28 +236,59 @@ class JobEvent(ResponseModel):
     content_url: str | None = None
 
 
+NO_BOUNDS = JobBounds()
+MASKS = ("mask_image", "mask")
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: ResolvedModel, *, created: int, most_frames: int | None = None) -> ServedModel:
-    """The model with its geometry's defaults for jobs that leave fields out, of at most so many frames."""
+def served_model(model: ResolvedModel, *, created: int, bounds: JobBounds = NO_BOUNDS) -> ServedModel:
+    """The model with its geometry's defaults for jobs that leave fields out, within bounds."""
     specs = _PLAIN, replace(_PLAIN, image="image")
     run, with_image = (_resolved(model, spec) for spec in specs)
-    known, usual = run or with_image, None
-    if known is not None and most_frames is not None and (known.frames or 1) > most_frames:
-        shorter = (replace(specs[run is None], frames=number) for number in range(most_frames, 0, -1))
-        fitting = (each for each in (_resolved(model, spec) for spec in shorter) if each is not None)
-        known = next((each for each in fitting if (each.frames or 1) <= most_frames), known)
-        usual = known.frames
+    family = model.geometry.family
+    masks = {name: _resolved(model, replace(specs[1], files={name: "mask"})) for name in MASKS}
+    mask = next((name for name in MASKS if masks[name] is not None), None)
+    known = run or with_image or masks.get(mask or "")
+    limited = {} if known is None else _limited(model, known, bounds)
+    known = known and replace(known, **limited)
     return ServedModel(
         id=model.name,
         created=created,
         root=None,
+        recipes=[name for name, each in recipes().items() if any(is_for(key, family) for key in each)],
         kind="image" if model.geometry.kind == "image" else "video",
-        takes_image="no" if with_image is None else "yes" if run is not None else "always",
+        takes_image="no" if with_image is None and mask is None else "always" if run is None else "yes",
+        takes_several=model.geometry.family in SEVERAL_PICTURES,
+        mask_argument=mask,
         defaults=None if known is None else _defaults(known),
-        usual_frames=usual,
+        limited=limited,
     )
+
+
+def _limited(model: ResolvedModel, known: JobSpec, bounds: JobBounds) -> dict[str, Any]:
+    """Values within the bounds for defaults of a model that exceed them, if it has some."""
+    width, height = known.width or 0, known.height or 0
+
+    def tries(name: str, most: int) -> Iterator[dict[str, Any]]:
+        if name != "pixels":
+            yield from ({name: number} for number in range(most, 0, -1))
+        for part in range(10 if name == "pixels" else 0):  # some models round up
+            side = math.sqrt(most / (width * height)) * (1 - part / 20)
+            yield {"width": int(width * side), "height": int(height * side)}
+
+    found: dict[str, Any] = {}
+    for name in ("frames", "steps", "pixels"):
+        most = getattr(bounds, name)
+        for values in () if most is None or _extent(known, name) <= most else tries(name, most):
+            run = _resolved(model, replace(known, sigmas=None, **values))
+            if run is not None and _extent(run, name) <= most:
+                found |= {each: getattr(run, each) for each in values}
+                break
+    return found
+
+
+def _extent(run: JobSpec, name: str) -> int:
+    return (run.width or 0) * (run.height or 0) if name == "pixels" else getattr(run, name) or 1
 
 
 def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
@@ -324,6 +375,12 @@ class BatchInput(ResponseModel):
 
     request: BatchRequest
     failures: list[LineFailure]
+    answers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By custom_id: the fields of a request that say how its pictures are answered, where they do."""
+
+
+Purpose = Literal["batch", "vision", "user_data"]
+"""Of an uploaded file: requests, or for both others a picture."""
 
 
 class UploadedFile(ResponseModel):
@@ -334,7 +391,7 @@ class UploadedFile(ResponseModel):
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"] = "batch"
+    purpose: Literal[Purpose, "batch_output"] = "batch"
     status: Literal["processed"] = "processed"
 
 

@@ -70,7 +70,7 @@ class RunMirror:
         self.num_turns = 0
         self.metrics = metrics or ServerMetrics()
         self.metrics.mirror = self
-        self._version = version
+        self.version = version
         self._max_open = max_open
         self._is_forecast_due = True
 
@@ -277,6 +277,13 @@ class RunMirror:
     def finished_of(self, owner: str | None) -> deque[ServedJob]:
         return self._finished.setdefault(owner, deque(maxlen=MAX_SHOWN_FINISHED))
 
+    def set_favourite(self, facts: JobFacts, *, is_favourite: bool) -> None:
+        ended = (*self.finished_of(None), *self.finished_of(facts.owner))
+        for record in filter(None, (self.find(facts.id), *ended)):
+            if record.facts.id == facts.id:  # after a restart, the lists have records of their own
+                record.facts = replace(record.facts, favourite=is_favourite)
+                record.changed()
+
     def forecast(self) -> None:
         """Update the predicted ends of open jobs if anything has happened since the last call."""
         self.follow_clock()
@@ -319,7 +326,7 @@ class RunMirror:
         return server_schemas.LiveState(
             server_time=round(now, 3),
             started_at=round(self.began_at, 3),
-            version=self._version,
+            version=self.version,
             status=self.status,
             reason=self.reason,
             device="" if self.run_info is None else self.run_info.device,

@@ -66,11 +66,16 @@ class ServerMetrics(Collector):
         )
         text = "Worker processes that died or were killed."
         self._lost = Counter("gfgen_worker_restarts", text, by_rank, registry=own)
+        text = "1; commit is empty if the installation does not know it."
+        self._built = Gauge("gfgen_build_info", text, ["version", "commit"], registry=own)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+    def built(self, version: str, commit: str) -> None:
+        self._built.labels(version, commit).set(1)
 
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
         if dispatch.task.index > 1 and dispatch.source not in (None, dispatch.layout):

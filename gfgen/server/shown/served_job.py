@@ -16,7 +16,7 @@ from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
 """Events kept per job, for readers that connect late or reconnect."""
-_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner")
+_SAME = ("model", "prompt", "steps", "seed", "priority", "tag", "batch_id", "custom_id", "owner", "favourite")
 """Facts that a response has under the same name."""
 SHOWN_PROMPT_CHARS = 300
 
@@ -73,6 +73,8 @@ class ServedJob:
     """Seconds of ranks so far, since this front started."""
     has_previews: bool = False
     updates: Notifier = field(default_factory=Notifier)
+    ends: Notifier = field(default_factory=Notifier)
+    """For those who wait for nothing else."""
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
     _job: schemas.Job | None = None
@@ -199,6 +201,8 @@ class ServedJob:
             EncodedEvent(self.num_events, kind, event.model_dump_json(exclude_none=True).encode())
         )
         self.updates.notify()
+        if self.has_ended or kind == "stopping":
+            self.ends.notify()
 
     def end_event(self) -> None:
         """Append the last event of a job that has ended."""

@@ -330,7 +330,6 @@ class TraceWriter(Observer):
 
 
 def _task_args(dispatch: Dispatch, job: _JobLane) -> str:
-    """The args of a task's slices as JSON, without the closing brace."""
     task, source = dispatch.task, dispatch.source
     step = "null" if task.step is None else task.step
     source_text = "null" if source is None else f'"{_text_of(source)}"'
