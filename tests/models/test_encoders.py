@@ -57,6 +57,6 @@ def test_one_record_serves_all_prompts_of_a_length(
     with torch.no_grad(), graphs.rehearsing(None):
         for rehearse in encoder.rehearsals(graphs):
             rehearse()
-    assert graphs.num_records == 2
+    assert len(graphs._records) == 2
     assert all(map(torch.equal, [encoder(ids, graphs) for ids in prompts], launched))
-    assert graphs.num_records == 2
+    assert len(graphs._records) == 2
