@@ -226,7 +226,8 @@ def test_steps_of_a_model_that_cannot_take_turns_run_one_after_the_other() -> No
 
 @pytest.fixture(scope="module")
 def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
-    """In place of the pool that other files share, whose forwards these tests would change for good."""
+    """In place of the pool that other files share: rank 0 goes on taking turns, and would exchange in another
+    order than the others."""
     plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
     settings = RankSettings(num_ranks=3, device="cuda", plan=plan)
     with WorkerPool(
