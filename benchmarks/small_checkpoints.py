@@ -90,7 +90,7 @@ def _real_components(pipeline: Any) -> dict[str, Any]:
     named = {
         name: str(parameter.annotation)
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if isinstance(getattr(pipeline, name, None), _STAND_INS)
+        if isinstance(vars(pipeline).get(name), _STAND_INS)
     }
     for name, annotation in named.items():
         if re.fullmatch(r"text_encoder(_\d)?", name):
