@@ -36,10 +36,9 @@ from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.components import without_progress_bars
-from gfgen.models.loading.random_weights import random_component
-from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.random_weights import StoredWeights, random_component
 from gfgen.models.lora.merging import MergedLoras
-from gfgen.models.lora.weights import original_weights
+from gfgen.models.lora.reading import original_weights
 from gfgen.models.parallel.hooks import install
 
 REPEATS = 10

@@ -20,8 +20,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import parallel_from
-from gfgen.models.parallel.ring_attention import attend_with_lse, merged
-from gfgen.models.parallel.shared_attention import shared_attention
+from gfgen.models.parallel.shared_attention import attend_with_lse, merged, shared_attention
 
 COPIES, REPEATS = 4, 9
 

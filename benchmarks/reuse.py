@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.reuse_caches import cached_latents, cases, mag_ratios
 from benchmarks.reuse_sampling import guided_flow, sampled
 from gfgen.models.families.adapter import Fields
-from gfgen.models.families.outputs import extrapolated, keep_outputs
+from gfgen.models.families.solver import extrapolated, keep_outputs
 from gfgen.models.fast.texts import keep_text_results
 from gfgen.models.geometry.reuse import NUM_FIRST, NUM_LAST, chosen_steps
 from training.codec import LatentScale, decode_clip

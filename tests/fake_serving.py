@@ -240,6 +240,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         served_names=tuple(filter(None, [options.pop("alias", "")])),
         public_url=options.pop("public_url", None),
         access_log=bool(options.pop("access_log", "")),
+        a1111=bool(options.pop("a1111", "")),
         allowed_origins=tuple(filter(None, [options.pop("origin", "")])),
         webhook_hosts=tuple(filter(None, [options.pop("webhook_host", "")])),
         webhook_secret=options.pop("webhook_secret", None),

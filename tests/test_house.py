@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_026,
-    "files of the package": 304,
+    "lines of the package": 62_871,
+    "files of the package": 280,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,
@@ -204,7 +204,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 def module_exists(package: str, name: str) -> bool:
     folder = REPOSITORY / package.replace(".", "/")
-    return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:

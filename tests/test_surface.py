@@ -177,6 +177,7 @@ JOBS = [
 
 def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
+        "--a1111",
         "--access-log",
         "--allow-origin",
         "--api-key",

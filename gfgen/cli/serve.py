@@ -156,6 +156,7 @@ class Arguments:
             type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
         ),
         access_log=opt.flag("Log a line for each request."),
+        a1111=opt.flag("Also serve A1111's API (/sdapi/v1), for clients such as SillyTavern."),
         webhook_url=opt.option(
             "URL to which the server sends each job when it has ended.",
             "--webhook",
@@ -245,7 +246,7 @@ def serve(given: Arguments) -> int:
             limits=given.limits,
             version=versions().get("gfgen", "unknown"),
             commit=machine.commit(),
-            api=given.api,
+            api=replace(given.api, patch_names=tuple(each.partition("=")[0] for each in given.loras)),
             log_level=logs.level,
             log_json=logs.log_json,
             log_file=None if logs.log_file is None else logs.log_file.absolute(),
@@ -287,9 +288,9 @@ def serve_models(options: ServeOptions) -> None:
             session.load([], models=options.models)
             loaded = session.admission.of_loaded(session.checkpoints, help_=NOT_SERVED)
             bounds = options.job_bounds or JobBounds()
-            models = [served_model(each, created=int(time.time()), bounds=bounds) for each in found]
+            created = int(time.time())
+            models = [served_model(x, created=created, bounds=bounds, patches=options.loras) for x in found]
             for each in models:
-                each.patches = list(options.loras)
                 if each.limited:
                     values = ", ".join(f"{name} = {value}" for name, value in each.limited.items())
                     which = f"--max-frames, --max-steps or --max-pixels is below a default of {each.id}"

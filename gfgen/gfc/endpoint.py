@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, RunError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Arena, ArenaPlan
+from gfgen.gfc.arena import Arena, ArenaPlan, Failure
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.failure import Failure
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import POINTERS, Resharding, Sizes, reshard
 
@@ -40,7 +39,7 @@ class Endpoint:
     ) -> None:
         self.plan = plan
         self.rank = rank
-        self.timeout_ns = _nanoseconds(timeout_s)
+        self.timeout_ns = nanoseconds(timeout_s)
         self.native: ctypes.CDLL = native.library()
         self.context = int(self.native.gfc_context_create(plan.as_native(), rank))
         if not self.context:
@@ -51,7 +50,7 @@ class Endpoint:
 
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CpuGroup:
         """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
-        timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+        timeout_ns = self.timeout_ns if timeout_s is None else nanoseconds(timeout_s)
         task = native.TaskStruct()
         self.native.gfc_task_begin(task, descriptor.encode(self.rank), timeout_ns)
         return CpuGroup(self, descriptor, task)
@@ -83,7 +82,6 @@ class Endpoint:
         return x
 
     def abort_through(self, dispatch: int) -> None:
-        """Ends this rank's waits in dispatches up to this number; see `Arena.abort_through`."""
         self._arenas[self.rank].abort_through(dispatch)
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
@@ -108,7 +106,6 @@ class Endpoint:
                 self.native.gfc_context_restart_edge(self.context, peer)
 
     def close(self) -> None:
-        """Unmaps everything; harmless when repeated."""
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
@@ -135,12 +132,12 @@ class Endpoint:
         strides = [stride * item_bytes for stride in x.stride()]
         block = native.BlockStruct(x.data_ptr(), x.dim(), item_bytes, tuple(x.shape), tuple(strides))
         failure = native.RecordStruct()
-        status = function(self.context, peer, dispatch, label, block, _nanoseconds(timeout_s), failure)
+        status = function(self.context, peer, dispatch, label, block, nanoseconds(timeout_s), failure)
         if status != native.OK:
             raise Failure.from_record(failure).as_error()
 
 
-def _nanoseconds(timeout_s: float | None) -> int:
+def nanoseconds(timeout_s: float | None) -> int:
     return 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
 
 
@@ -181,7 +178,6 @@ class CpuGroup(Exchanges):
         return self
 
     def subgroup(self, kind: GroupKind) -> CpuGroup:
-        """The group of this kind that this rank belongs to. Needs no communication."""
         return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)
 
     def enter(self) -> None:
@@ -193,7 +189,6 @@ class CpuGroup(Exchanges):
         self._check(self._endpoint.native.gfc_enter(self._endpoint.context, self._task))
 
     def barrier(self) -> None:
-        """Returns after every rank of the group has called it."""
         self._move((), None, in_arena=False)
 
     def gather_tokens(

@@ -80,7 +80,6 @@ def shard_sizes(length: int, num_shards: int) -> tuple[int, ...]:
 def reshard(
     shape: tuple[int, ...], stride: tuple[int, ...], item_bytes: int, slot: int, resharding: Resharding
 ) -> NativePart:
-    """The exchange of one tensor as one slot sees it."""
     if len(shape) > native.MAX_DIMS:
         raise LayoutError(f"tensors have at most {native.MAX_DIMS} dimensions, got {shape}")
     split_dim, concat_dim, split_sizes, concat_sizes, is_rotated = resharding

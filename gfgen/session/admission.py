@@ -30,7 +30,7 @@ from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
-from gfgen.models.geometry.schedulers import max_text_tokens
+from gfgen.models.geometry.rules import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, admit
 from gfgen.runtime.core.effects import tell_of_warnings

@@ -13,7 +13,7 @@ from gfgen.job.images import LoraError, LoraFiles
 from gfgen.job.spec import JobSpec, Patch
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weights import WHOLE, Placement
-from gfgen.models.lora.fit import KEPT_FILES, LoraFits
+from gfgen.models.lora.accounting import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.system.wording import counted, size_in_words

@@ -306,10 +306,11 @@ class GpuMemory(HostMemory):
                 found = placed(parts, left_bytes)  # main memory holds what is shared, too
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
+            fewer = ", or --ranks 1, which exchanges nothing" if self.devices.num_ranks > 1 else ""
             raise InputError(
                 f"{model_name(checkpoint)} ({size_in_words(total)}): at least {size_in_words(least + beside)}"
                 f" needed {self.devices.where} even if all of its blocks are streamed, "
-                f"{size_in_words(room_bytes + beside)} there; run a smaller model"
+                f"{size_in_words(room_bytes + beside)} there; run a smaller model{fewer}"
             )
         return replace(found, takes_patches=not self.precision.quantised(checkpoint).layers)
 

@@ -134,7 +134,7 @@ def file_stem(device: str) -> str:
 
 COMPUTING = (
     *("torch", "diffusers", "transformers", "accelerate", "safetensors"),
-    *("huggingface_hub", "numpy", "pillow", "tqdm"),
+    *("greenlet", "huggingface_hub", "numpy", "pillow", "tqdm"),
 )
 """Packages that every run needs."""
 VIDEOS, PATCHING = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",)

@@ -13,6 +13,7 @@ from serving import Server, free_port
 
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
+from gfgen.job.recipes import recipes
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.devices import Devices
@@ -157,6 +158,15 @@ def test_a_limit_below_the_default_of_a_model_is_the_default(tiny_models, most):
     assert usual.shape == jobs[0].shape
     roomy = JobBounds(frames=257, steps=200, pixels=2048 * 2048)
     assert served_model(admit.models.find("tiny-wan"), created=1, bounds=roomy).limited == {}
+
+
+def test_a_server_without_loras_offers_no_recipe_that_needs_one(tiny_models, monkeypatch):
+    """The page offered lightning-4, and each job with it was refused."""
+    monkeypatch.setitem(recipes(), "quick", {"wan": {"steps": 3}})
+    model = Ranks(Devices("cpu", 1)).admission("tiny-wan").models.find("tiny-wan")
+    assert served_model(model, created=1).recipes == ["quick"]
+    has_loras = served_model(model, created=1, patches=["ink"])
+    assert (has_loras.recipes, has_loras.patches) == (["lightning-4", "quick"], ["ink"])
 
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image", "shapes"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.arena import ArenaPlan
-from gfgen.gfc.cuda import compiler, structs
+from gfgen.gfc.cuda import compiler, kernels
 from gfgen.gfc.cuda.captured import SharedPool
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import Bank, CudaGroup, Prepared, ResultSpec, bank_of, canonical
@@ -60,9 +60,9 @@ class LooseGroup(CudaGroup):
 
 
 def test_structures_are_mirrored(boxes: ctypes.CDLL) -> None:
-    found = (ctypes.c_uint32 * len(structs.SIZES))()
+    found = (ctypes.c_uint32 * len(kernels.SIZES))()
     boxes.sizes(found)
-    assert tuple(found) == structs.SIZES
+    assert tuple(found) == kernels.SIZES
 
 
 def exchange(
@@ -428,7 +428,7 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
     endpoint.driver = SimpleNamespace(call=lambda *arguments: enqueued.append(arguments))
     endpoint._enter = SimpleNamespace(run=lambda stream: enqueued.append(("enter", stream)))
     endpoint.stream = lambda: 77
-    num_bytes = structs.NUM_BANKS * structs.FLAGGED_BYTES
+    num_bytes = kernels.NUM_BANKS * kernels.FLAGGED_BYTES
 
     def enter(dispatch: int, *ranks: int) -> list[tuple[object, ...]]:
         enqueued.clear()
@@ -450,8 +450,8 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
 @pytest.mark.parametrize(
     ("num_bytes", "steps"),
     [
-        (1 << 12, [structs.AWAIT | structs.COPY | structs.PUBLISH]),
-        (4 << 20, [structs.AWAIT, structs.COPY | structs.PUBLISH] * 4),
+        (1 << 12, [kernels.AWAIT | kernels.COPY | kernels.PUBLISH]),
+        (4 << 20, [kernels.AWAIT, kernels.COPY | kernels.PUBLISH] * 4),
     ],
 )
 def test_state_is_sent_without_waiting_on_the_host(num_bytes: int, steps: list[int]) -> None:

@@ -152,7 +152,7 @@ def _compare(
         "different": num_different,
         "replays": num_replays,
         "steps": num_steps,
-        "records": graphs.num_records,
+        "records": len(graphs._records),
     }
 
 
@@ -224,7 +224,7 @@ def _record_new_texts(
             )
             num_steps += 1
         recorded_slots.add(slot)
-    replays, records = recorder.num_replays, graphs.num_records
+    replays, records = recorder.num_replays, len(graphs._records)
     return {"different": num_different, "replays": replays, "steps": num_steps, "records": records}
 
 

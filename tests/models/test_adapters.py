@@ -166,9 +166,7 @@ def _latents(adapter: Any, job: JobSpec) -> list[Fields]:
 
 
 def _configs(adapter: Any) -> list[dict[str, Any]]:
-    pipelines = [
-        getattr(adapter, name) for name in ("_text", "_image", "_pipeline") if hasattr(adapter, name)
-    ]
+    pipelines = [getattr(adapter, name) for name in ("_image", "_pipeline") if hasattr(adapter, name)]
     return [dict(config) for p in pipelines for config in (p.config, p.scheduler.config)]
 
 

@@ -70,7 +70,7 @@ def _denoised(adapter: BatchAdapter, jobs: Sequence[JobSpec]) -> list[Fields]:
 
 def _by_pipeline(adapter: Any, jobs: Sequence[JobSpec]) -> torch.Tensor:
     job, of_qwen = jobs[0], adapter.geometry.family == "qwen-image"
-    pipeline = adapter._pipeline if of_qwen else adapter._text
+    pipeline = adapter._pipeline
     options: dict[str, Any] = (
         {"true_cfg_scale": job.true_cfg_scale}
         if of_qwen

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.shared_transformers import Ranks, difference, layout_of, make, text_mask
 from gfgen.models.fast import compiled
-from gfgen.models.fast.cut_texts import cut_texts
+from gfgen.models.fast.compiled import cut_texts
 from gfgen.models.fast.kernels import using
 from gfgen.models.parallel.branches import shared_step, watch
 from gfgen.models.parallel.sequence_parallel import active

@@ -37,8 +37,8 @@ from gfgen.models.fast.linears import in_e4m3, in_int8
 from gfgen.models.geometry import single_file
 from gfgen.models.geometry.weights import component_files
 from gfgen.models.loading.components import load_component, note_scales
-from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.weights import QuantisedRows, original_weights
+from gfgen.models.loading.random_weights import StoredWeights
+from gfgen.models.lora.reading import QuantisedRows, original_weights
 
 torch.set_num_threads(1)
 

@@ -58,7 +58,7 @@ def test_a_model_whose_prompts_are_too_large_keeps_nothing(
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image"])
 def test_a_text_that_several_jobs_share_is_encoded_once(tiny_models: Mapping[str, Path], name: str) -> None:
     adapter: Any = load_adapter(tiny_models[name])
-    encoder = (adapter._text if name == "tiny-wan" else adapter._pipeline).text_encoder
+    encoder = adapter._pipeline.text_encoder
     num_calls = 0
 
     def count(*call: Any) -> None:

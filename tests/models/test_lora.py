@@ -25,11 +25,10 @@ from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.weights import Placement
 from gfgen.models.loading.components import load_pipeline, without_progress_bars
-from gfgen.models.loading.random_weights import random_component
-from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.random_weights import StoredWeights, random_component
 from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
-from gfgen.models.lora.weights import QuantisedRows, original_weights
+from gfgen.models.lora.reading import QuantisedRows, original_weights
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of

@@ -33,7 +33,7 @@ from gfgen.models.fast.kernels import using
 from gfgen.models.fast.recording import NotWorthRecordingError
 from gfgen.models.geometry import single_file
 from gfgen.models.geometry.weights import Placement, count_parts
-from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
+from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import answer
 from gfgen.models.parallel.parallel import parallel_from

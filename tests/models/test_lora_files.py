@@ -26,8 +26,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.lora.merging import MergedLoras
-from gfgen.models.lora.reading import components_of, read_lora
-from gfgen.models.lora.weights import original_weights
+from gfgen.models.lora.reading import components_of, original_weights, read_lora
 
 torch.set_num_threads(1)
 RANK, ALPHA, SCALE = 2, 3.0, 0.5

@@ -25,8 +25,8 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.weights import Placement
-from gfgen.models.lora import fit
-from gfgen.models.lora.fit import LoraFit, LoraFits, by_headers
+from gfgen.models.lora import accounting
+from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.reading import answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
@@ -66,7 +66,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 found.append({"error": str(error)})
         return found
 
-    monkeypatch.setattr(fit, "ask_child", answers)
+    monkeypatch.setattr(accounting, "ask_child", answers)
 
 
 @pytest.mark.parametrize("model", ["shapes", "tiny-wan-moe"])
@@ -145,7 +145,9 @@ def test_a_lora_of_streamed_blocks_in_fp8_is_refused(
 ) -> None:
     lora(tmp_path / "some.safetensors", width=width)
     changed = {f"transformer.blocks.{idx}.weight": 1 for idx in range(2)}
-    monkeypatch.setattr(fit, "by_headers", lambda *_: LoraFit(changed=changed, components=("transformer",)))
+    monkeypatch.setattr(
+        accounting, "by_headers", lambda *_: LoraFit(changed=changed, components=("transformer",))
+    )
     job = {"prompt": "a red circle", "frames": 1, "lora": ["some.safetensors"]}
     spec, _ = parse_job(job, folder=tmp_path)
     assert spec is not None
@@ -220,7 +222,7 @@ def large_lora(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> J
     """A job of Qwen-Image with a LoRA of all 20.43 G parameters of the transformer."""
     changed = {f"transformer.{name}": 20_430_000_000 // 60 for name in range(60)}
     found = LoraFit(changed=changed, components=("transformer",))
-    monkeypatch.setattr(fit, "by_headers", lambda *_: found)
+    monkeypatch.setattr(accounting, "by_headers", lambda *_: found)
     monkeypatch.setattr(memory_module, "available_bytes", lambda: 50 * GB)
     path = lora(tmp_path / "all.safetensors", width=width)
     spec, _ = parse_job({"prompt": "a fox", "lora": [str(path)]})

@@ -119,7 +119,7 @@ def test_configs_that_no_class_takes_are_refused_by_name(tiny_models: Mapping[st
 def test_an_adapter_that_is_dropped_leaves_nothing_of_its_model(name: str, tiny_models: Mapping[str, Path]):
     """Ranks that hold other models next need its memory."""
     adapter: Any = load_adapter(tiny_models[name], dtype="bfloat16", has_random_weights=True)
-    pipeline = getattr(adapter, "_text", None) or adapter._pipeline
+    pipeline = adapter._pipeline
     kept = [weakref.ref(part) for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder)]
     del adapter, pipeline
     gc.collect()

@@ -16,8 +16,8 @@ from gfgen.errors import JobError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
-from gfgen.models.families.outputs import extrapolated, keep_outputs
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.families.solver import extrapolated, keep_outputs
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.geometry.reuse import chosen_steps
 from gfgen.models.geometry.wan import WanGeometry

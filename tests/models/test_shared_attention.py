@@ -18,10 +18,15 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.parallel.chunked_attention import TokenSizes, best_num_chunks, head_chunks
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.ring_attention import attend_with_lse, merged
-from gfgen.models.parallel.shared_attention import shared_attention
+from gfgen.models.parallel.shared_attention import (
+    TokenSizes,
+    attend_with_lse,
+    best_num_chunks,
+    head_chunks,
+    merged,
+    shared_attention,
+)
 
 torch.set_num_threads(1)
 

@@ -22,7 +22,7 @@ from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import check_name, find_configs, load_adapter, resolve_checkpoint
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import count_parts, footprint
-from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.random_weights import StoredWeights
 
 PUBLISHED = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -83,7 +83,7 @@ def test_a_transformer_in_the_published_layout_loads_as_by_diffusers(
 ) -> None:
     checkpoint = resolve_checkpoint(f"tiny-wan:{file}")
     adapter: Any = load_adapter(checkpoint)
-    ours = adapter._text.transformer.state_dict()
+    ours = adapter._pipeline.transformer.state_dict()
     theirs = diffusers.WanTransformer3DModel.from_single_file(
         str(file), config=str(base), subfolder="transformer", local_files_only=True
     ).state_dict()
@@ -260,13 +260,13 @@ def test_files_of_experts_take_the_place_that_their_names_say(tmp_path: Path) ->
         save_file(tensors, tmp_path / f"wan2.2_{noise}_noise.safetensors")
     high, low = (tmp_path / f"wan2.2_{noise}_noise.safetensors" for noise in ("high", "low"))
     for files in (f"{high}:{low}", f"{low}:{high}"):
-        pipeline = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{files}"))._text  # type: ignore[attr-defined]
+        pipeline = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{files}"))._pipeline  # type: ignore[attr-defined]
         for noise, model in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
             found = model.state_dict()
             assert all(torch.equal(found[name], each) for name, each in made[noise].items())
     (tmp_path / "low_noise_model").mkdir()
     low = low.rename(tmp_path / "low_noise_model" / "wan.safetensors")
-    alone = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{low}"))._text  # type: ignore[attr-defined]
+    alone = load_adapter(resolve_checkpoint(f"tiny-wan-moe:{low}"))._pipeline  # type: ignore[attr-defined]
     (own,) = (base / "transformer").glob("*.safetensors")
     found = alone.transformer_2.state_dict()
     assert all(torch.equal(found[name], each) for name, each in made["low"].items())

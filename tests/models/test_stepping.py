@@ -10,8 +10,7 @@ from diffusers import CogVideoXDPMScheduler
 
 from benchmarks.small_pipelines import small_call, small_pipeline
 from gfgen.models.stepping.check import difference, moved, stepped_call, whole_call
-from gfgen.models.stepping.names import changed_names, read_names
-from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.program import NotSteppableError, changed_names, read_names
 from gfgen.models.stepping.stepper import Stepper
 from gfgen.models.stepping.values import pack, parts_of, unpack
 

@@ -73,7 +73,7 @@ def result(adapter: Any, job: JobSpec) -> torch.Tensor:
 
 
 def models_of(adapter: Any) -> Mapping[str, nn.Module]:
-    pipeline = getattr(adapter, "_pipeline", None) or getattr(adapter, "_text", None) or adapter.pipeline
+    pipeline = getattr(adapter, "_pipeline", None) or adapter.pipeline
     return {name: each for name, each in pipeline.components.items() if isinstance(each, nn.Module)}
 
 

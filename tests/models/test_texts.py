@@ -198,7 +198,7 @@ def test_one_record_serves_texts_of_many_lengths(fused_qwen: Any) -> None:
             of(fused_qwen, of_length(length))
         found = of(fused_qwen, of_length(length))
         assert torch.equal(found, recording.evaluate(fused_qwen, of_length(length)))
-    assert (of.num_records, recorder.num_replays) == (1, 3)
+    assert (len(of._records), recorder.num_replays) == (1, 3)
 
 
 def test_one_record_serves_texts_of_many_lengths_among_ranks(fused_qwen: Any) -> None:
@@ -208,7 +208,7 @@ def test_one_record_serves_texts_of_many_lengths_among_ranks(fused_qwen: Any) ->
         for length in (20, 25, 32):
             with active(rehearsal(parallel)), of.recording(parallel):
                 of(fused_qwen, of_length(length))
-        return of.num_records
+        return len(of._records)
 
     assert FakeCluster().run(Layout((0, 1), ulysses=2), program) == [1, 1]
 

@@ -24,8 +24,8 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weight_files import check_weights, weight_files
 from gfgen.models.geometry.weights import component_files, count_parts, device_bytes, footprint
 from gfgen.models.loading.components import load_component
-from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.fit import by_headers
+from gfgen.models.loading.random_weights import StoredWeights
+from gfgen.models.lora.accounting import by_headers
 
 torch.set_num_threads(1)
 E4M3 = torch.float8_e4m3fn

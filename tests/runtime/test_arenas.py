@@ -20,8 +20,7 @@ from gfgen.gfc.descriptor import GROUP_KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.model import shipped_geometry
-from gfgen.models.parallel.chunked_attention import TokenSizes
-from gfgen.models.parallel.shared_attention import _num_chunks
+from gfgen.models.parallel.shared_attention import TokenSizes, _num_chunks
 from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas
 
 PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)

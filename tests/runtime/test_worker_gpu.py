@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
 def test_what_a_rank_says_while_others_start_is_no_surprise(message, phase):
     """Between two runs nobody else reads it."""
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.models = HeldModels([])
+    pool.models, pool.needed = HeldModels([]), None
     channel: Any = SimpleNamespace(receive=lambda: (message, []))
     process: Any = None
     worker = RankProcess(name="rank 0", process=process, channel=channel, rank=0, phase=Phase.PREPARING)

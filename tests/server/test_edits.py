@@ -61,6 +61,14 @@ def test_models_say_what_they_take(server: Server) -> None:
     )
 
 
+def test_the_line_of_a_masked_job_says_that_it_had_a_mask(server: Server) -> None:
+    model = {"model": server.http.get("/v1/models").json()["data"][1]["id"]}
+    files = [("image", png("red")), ("mask", png("black", hole=(0, 0, 32, 64)))]
+    answer = server.http.post("/v1/images/edits", data=FIELDS | model, files=files)
+    line = server.http.get(f"/v1/jobs/{answer.json()['data'][0]['id']}/line").json()
+    assert (line["image"], list(line["files"])) == ("image.png", ["mask_image"])
+
+
 def test_every_picture_counts(server: Server) -> None:
     red, blue = ("image[]", png("red")), ("image[]", png("blue"))
     assert len({edited(server, red), edited(server, red, blue), edited(server, red, red)}) == 3

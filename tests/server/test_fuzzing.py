@@ -21,7 +21,7 @@ ENDLESS = "/v1/state/events"
 @pytest.fixture
 def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAKE_HASTE", "1")
-    running: Server = fake_server(tmp_path)
+    running: Server = fake_server(tmp_path, a1111=1)
     yield running.wait_ready()
     running.stop()
 

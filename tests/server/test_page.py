@@ -600,7 +600,8 @@ def two(fake) -> FakeServer:
     fake.files |= {"fox": fox, "fox?thumbnail": fox, "whale": whale, "whale?thumbnail": whale}
     done = states.ended("fox", seed=11, size="512x384", tag="S", rank_s=8.0), states.ended("whale")
     fake.state = states.live(finished=list(done))
-    fake.lines = {"fox": f'{{"prompt": "a fox", "steps": 10, "seed": {2**62 + 1}}}'}
+    line = {"prompt": "prompt of fox", "model": "tiny-qwen-image", "steps": 10, "width": 512, "height": 384}
+    fake.lines = {"fox": json.dumps(line | {"seed": 2**62 + 1})}
     fake.accepted = states.job("new", position=1)
     return fake
 
@@ -624,7 +625,7 @@ def test_a_result_opens_and_its_settings_can_be_used_again(browser, two):
         expect(tile).to_be_focused()
         page.keyboard.press("Enter")
         page.locator("#viewer").get_by_role("button", name="Use again").click()
-        expect(page.get_by_label("Seed")).to_have_value("11")
+        expect(page.get_by_label("Seed")).to_have_value(str(2**62 + 1))
         expect(page.get_by_label("Size")).to_have_value("512x384")
         expect(page.get_by_label("Model")).to_have_value("tiny-qwen-image")
 
@@ -643,18 +644,109 @@ def test_the_newest_result_is_large_and_offers_what_one_does_next(browser, two):
         with page.expect_response("**/v1/jobs"):
             page.get_by_role("button", name="Submit").click()
     seed, start = [asked.fields for asked in two.asked if asked.path == "/v1/jobs"]
-    assert seed == {"prompt": "a fox", "steps": 10}
+    assert seed == {name: value for name, value in json.loads(two.lines["fox"]).items() if name != "seed"}
     assert start["image"] == "fox.png"
     assert two.uploads["image"] == two.files["fox"][0]
 
 
 def test_another_seed_of_a_job_with_a_start_image_asks_for_the_image(browser, two):
-    two.lines = {"fox": '{"prompt": "a fox", "image": "image.png"}'}
+    two.lines = {"fox": '{"prompt": "a fox", "image": "image.png", "seed": 7}'}
     with opened(browser, two.url) as page:
         page.get_by_role("button", name="Another seed").click()
-        expect(page.locator("#sent")).to_have_text("Choose its start image again, and change the seed.")
-        expect(page.get_by_label("Prompt", exact=True)).to_have_value("prompt of fox")
+        told = "Settings copied without the seed. Choose its start image again."
+        expect(page.locator("#sent")).to_have_text(told)
+        expect(page.get_by_label("Prompt", exact=True)).to_have_value("a fox")
+        expect(page.get_by_label("Seed")).to_have_value("")
     assert two.asked == []
+
+
+def test_another_seed_of_a_masked_job_asks_for_the_mask_too_and_a_missing_one_is_told_there(browser, two):
+    two.mask_argument = "mask_image"
+    files = {"image": "image.png", "files": {"mask_image": "x"}}
+    two.lines = {"fox": json.dumps({"prompt": "a fox", "model": "tiny-wan", "seed": 7} | files)}
+    with opened(browser, two.url, may_complain=True) as page:
+        page.get_by_role("button", name="Another seed").click()
+        told = "Settings copied without the seed. Choose its start image and mask again."
+        expect(page.locator("#sent")).to_have_text(told)
+        put(page, "drop", states.png())
+        message = "files.mask_image: missing; FluxInpaintPipeline needs a picture"
+        two.refusal = ApiError(422, message, param="files.mask_image")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#image-wrong")).to_have_text(
+            "Mask: missing; FluxInpaintPipeline needs a picture."
+        )
+        expect(page.get_by_role("button", name="Draw a mask")).to_be_focused()
+        two.refusal = ApiError(422, "image: too large", param="image")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#image-wrong")).to_have_text("Too large.")
+
+
+def use_again(page: Any) -> None:
+    """The newest result's settings."""
+    page.locator("#stage").get_by_role("button", name="Use again").click()
+    expect(page.locator("#sent")).to_contain_text("Settings copied.")
+
+
+def test_a_picture_of_a_video_model_stays_a_picture_when_it_is_used_again(browser, two):
+    """The form had the model's default length, so the picture became a video."""
+    two.lines = {"fox": '{"prompt": "a fox", "model": "tiny-wan", "frames": 1, "priority": 0, "seed": 7}'}
+    with opened(browser, two.url) as page:
+        use_again(page)
+        told = "Settings copied. Change the seed for a different result."
+        expect(page.locator("#sent")).to_have_text(told)
+        expect(page.get_by_label("Frames")).to_have_value("1")
+        with page.expect_response("**/v1/jobs"):
+            page.get_by_role("button", name="Submit").click()
+    assert two.asked[0].fields["frames"] == "1"
+
+
+def test_use_again_makes_the_form_that_of_the_job(browser, two):
+    more = {"recipes": ["lightning-4"], "patches": ["ink", "oil"]}
+    two.state.models = [states.MODELS[0], states.MODELS[1].model_copy(update=more)]
+    asked = {
+        "negative_prompt": "fog",
+        "true_cfg_scale": 1.5,
+        "recipe": "lightning-4",
+        "priority": 4,
+        "tag": "S",
+    }
+    line = {"prompt": "a {fox}", "model": "tiny-qwen-image", "width": 64, "height": 32, "seed": 7} | asked
+    lora = [{"name": "oil", "scale": 0.5}]
+    two.lines = {"fox": json.dumps(line | {"lora": lora, "sigmas": [1.0]})}
+    with opened(browser, two.url) as page:
+        page.get_by_label("Model").select_option("tiny-qwen-image")
+        page.get_by_label("ink", exact=True).check()
+        page.get_by_label("Steps").fill("12")
+        page.get_by_text("More", exact=True).click()
+        page.get_by_label("Deadline").fill("9s")
+        page.get_by_label("How many").fill("3")
+        use_again(page)
+        expect(page.locator("#sent")).to_contain_text("Not copied, because the form lacks it: sigmas.")
+        with page.expect_response("**/v1/jobs"):
+            page.get_by_role("button", name="Submit").click()
+        two.lines = {"fox": '{"prompt": "a boat", "model": "gone", "lora": [{"name": "gone"}], "seed": 8}'}
+        use_again(page)
+        expect(page.locator("#sent")).to_contain_text("lacks it: model, lora gone.")
+        two.lines = {"fox": '{"prompt": "a boat", "model": "tiny-qwen-image", "seed": 8}'}
+        use_again(page)
+        expect(page.locator("#sent")).to_have_text("Settings copied. Change the seed for a different result.")
+        with page.expect_response("**/v1/jobs"):
+            page.get_by_role("button", name="Submit").click()
+    first, second = (each.fields for each in two.asked)
+    assert json.loads(first.pop("lora")) == lora
+    texts = {name: str(value) for name, value in line.items() if name not in ("width", "height")}
+    assert first == texts | {"size": "64x32"}
+    own = {"prompt": "a boat", "model": "tiny-qwen-image", "seed": "8"}
+    assert second == own | {"size": "256x256", "steps": "10"}
+
+
+def test_a_refused_lora_is_told_at_the_loras(browser, two):
+    two.state.models = [states.MODELS[1].model_copy(update={"patches": ["ink"]})]
+    two.refusal = ApiError(422, "lora: ink fits no layer", param="lora")
+    with opened(browser, two.url, may_complain=True) as page:
+        page.get_by_label("Prompt", exact=True).fill("a fox")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#lora-wrong")).to_have_text("Ink fits no layer.")
 
 
 def test_the_job_line_is_copied_whole(browser, two):

@@ -1036,6 +1036,21 @@ def test_a_jobs_line_says_that_it_had_a_picture(server):
     assert (line["prompt"], line["image"]) == ("the light turns", "image.png")
 
 
+def test_the_line_of_a_picture_of_a_video_model_makes_a_picture(server):
+    asked = {"prompt": "a fox", "model": "fake-video", "frames": 1}
+    first = made(server, "/v1/jobs", **asked)
+    line = server.http.get(f"/v1/jobs/{first['id']}/line").json()
+    assert (first["object"], line["frames"]) == ("image", 1)
+    assert made(server, "/v1/jobs", **line)["object"] == "image"
+
+
+def test_a_jobs_line_has_the_name_of_its_recipe(server):
+    own = {"wan": {"steps": 3}}
+    for recipe in ("lightning-4", own):
+        job = made(server, "/v1/jobs", prompt="a fox", model="fake-image", recipe=recipe)
+        assert server.http.get(f"/v1/jobs/{job['id']}/line").json()["recipe"] == recipe
+
+
 @pytest.fixture
 def picture(server):
     """The id of a picture that is done."""

@@ -1,5 +1,5 @@
 // What host and kernels share on CUDA: a rank's context in its device memory, and the parameters
-// of launches. Plain structs; gfgen/gfc/cuda/structs.py mirrors them field by field.
+// of launches. Plain structs; gfgen/gfc/cuda/kernels.py mirrors them field by field.
 //
 // A context belongs to one rank of one process. Kernels of a task, one after the other, read and
 // write `task`, `peers` and `arrived`: those of the task stream, and exchanges beside computation on

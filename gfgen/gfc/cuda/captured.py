@@ -22,7 +22,7 @@ import torch
 
 from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.gfc.cuda.structs import NUM_BANKS
+from gfgen.gfc.cuda.kernels import NUM_BANKS
 
 T = TypeVar("T")
 Capturing = Callable[[Any], AbstractContextManager[Any]]
@@ -102,7 +102,6 @@ class CapturedAlone(Generic[T]):
             self.result = function()
 
     def replay(self) -> T:
-        """Runs it on the current stream."""
         self._graph.replay()
         return self.result
 
@@ -129,7 +128,6 @@ class SharedPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        """The graphs that use the memory."""
         # A separate stream: the allocator notes the streams that use a block when it is freed, and none of
         # them may be captured at that moment (pytorch issue 193982).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

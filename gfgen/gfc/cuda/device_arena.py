@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan
 from gfgen.gfc.cuda.driver import Driver, driver
-from gfgen.gfc.cuda.structs import FLAGGED_BYTES, NUM_BANKS
+from gfgen.gfc.cuda.kernels import FLAGGED_BYTES, NUM_BANKS
 from gfgen.gfc.native import MAX_RANKS
 
 MIB = 1 << 20
@@ -68,7 +68,6 @@ class DeviceArena:
         return cls(plan, device, address, num_bytes, cuda)
 
     def close(self) -> None:
-        """Unmaps; harmless when repeated."""
         if self.address:
             self.driver.unmap(self.address, self.num_bytes)
             self.address = 0

@@ -19,14 +19,25 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, ProtocolError
 from gfgen.gfc import native
+from gfgen.gfc.arena import Failure
 from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.kernels import Kernels, Launch
+from gfgen.gfc.cuda.kernels import (
+    AWAIT,
+    COPY,
+    FLAGGED_BYTES,
+    NUM_BANKS,
+    PUBLISH,
+    Chunk,
+    Context,
+    Edges,
+    Kernels,
+    Launch,
+)
 from gfgen.gfc.cuda.selector import load_selector
-from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.failure import Failure
+from gfgen.gfc.endpoint import nanoseconds
 from gfgen.layout import Layout
 
 _ONE_BLOCK_BYTES = 1 << 14
@@ -34,7 +45,6 @@ _ONE_BLOCK_BYTES = 1 << 14
 work on the device keeps its multiprocessors meanwhile."""
 _TRANSFER_BLOCKS, _BLOCK, _WAITING_BLOCK = 32, 512, 32
 _NO_DISPATCH = 2**63
-"""A number that no dispatch has."""
 
 
 class CudaEndpoint:
@@ -61,7 +71,7 @@ class CudaEndpoint:
         plan, device = own.plan, own.device
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
-        self.timeout_ns = _nanoseconds(timeout_s)
+        self.timeout_ns = nanoseconds(timeout_s)
         self.beside_blocks: int | None = None
         """Blocks of exchanges that overlap computation, set by measurements; None: as callers ask."""
         self.driver = driver()
@@ -92,7 +102,6 @@ class CudaEndpoint:
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, GroupSlot] = {}
-        """Slots in groups that this rank has had, computed once each."""
         self._unclean: set[int] = set()
         """Ranks whose flagged messages may lie here unread since a fault."""
         self._views: dict[object, Tensor] = {}
@@ -103,8 +112,7 @@ class CudaEndpoint:
         """Mapped incarnations by a layout's ranks, in their order."""
 
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
-        """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
-        timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+        timeout_ns = self.timeout_ns if timeout_s is None else nanoseconds(timeout_s)
         return CudaGroup(self, descriptor, DispatchState(descriptor, timeout_ns))
 
     def unentered(self, layout: Layout) -> CudaGroup:
@@ -115,7 +123,6 @@ class CudaEndpoint:
         return CudaGroup(self, descriptor, run)
 
     def stream(self) -> int:
-        """torch's current stream on this device."""
         return int(torch._C._cuda_getCurrentRawStream(self.device))
 
     def bind(self, descriptor: Descriptor, *, timeout_ns: int) -> None:
@@ -171,14 +178,10 @@ class CudaEndpoint:
 
     def require(self, peer: int, *, dispatch: int) -> None:
         """Raises if a transfer with this rank has failed; its stream has been waited for."""
-        status = self._status_of(peer)
+        content = self.driver.read(self.context + _BROKEN_OFFSET + 4 * peer, 4)
+        status = int.from_bytes(content, "little")
         if status != native.OK:
             raise self._transfer_failure(peer, status, dispatch).as_error()
-
-    def _status_of(self, peer: int) -> int:
-        """Status of the transfers with this rank, read from the device."""
-        address = self.context + _BROKEN_OFFSET + 4 * peer
-        return int.from_bytes(self.driver.read(address, 4), "little")
 
     def _transfer_failure(self, peer: int, status: int, dispatch: int) -> Failure:
         """The host's record if it still belongs to this transfer; else a failure without details."""
@@ -191,7 +194,6 @@ class CudaEndpoint:
         return self.control.arena.last_failure()
 
     def abort_through(self, dispatch: int) -> None:
-        """Ends this rank's waits in dispatches up to this number; see `Arena.abort_through`."""
         self.control.arena.abort_through(dispatch)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -256,11 +258,7 @@ class CudaEndpoint:
         return x
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
-        """Maps the arena of a rank's new incarnation in place of the old one.
-
-        Call it when nothing that involves that rank runs or is queued here, and before that rank sends
-        anything here: the edge between them starts again. Waits for the device, since memory is unmapped.
-        """
+        """As `Endpoint.replace_peer`; waits for the device, since memory is unmapped."""
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
         self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
@@ -274,11 +272,9 @@ class CudaEndpoint:
             old.close()
 
     def restart_edges(self, peers: Sequence[int]) -> None:
-        """Restarts the edges to these ranks after an aborted dispatch or a failed transfer.
+        """As `Endpoint.restart_edges`, after all survivors have left the dispatch on the device, too.
 
-        Every survivor of the layout calls it after all of them have left the dispatch, also on the device,
-        and before any of them gets the next one. A survivor without such an edge calls it with no peers,
-        since exchanges leave words behind, too. Other dispatches may run meanwhile.
+        A survivor without such an edge calls it with no peers, since exchanges leave words behind, too.
         """
         self._unclean.update(self.incarnations.keys() - {self.rank})
         for peer in peers:
@@ -326,7 +322,7 @@ class CudaEndpoint:
         if peer not in self.arenas:
             raise LayoutError(f"rank {peer} has no arena here")
         total, limit = x.numel() * x.element_size(), self.plan.post_bytes
-        timeout_ns = 0 if timeout_s is None else _nanoseconds(timeout_s)
+        timeout_ns = nanoseconds(timeout_s)
         return [
             Chunk(
                 context=self.context,
@@ -381,8 +377,6 @@ _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 
 
 
 class _DeviceMemory:
-    """Device memory in the form that torch.as_tensor accepts."""
-
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -390,10 +384,6 @@ class _DeviceMemory:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _nanoseconds(timeout_s: float) -> int:
-    return max(1, int(timeout_s * 1e9))
 
 
 def as_tensor(address: int, num_bytes: int, device: int) -> Tensor:

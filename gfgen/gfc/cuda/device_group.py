@@ -1,15 +1,10 @@
-"""Groups of ranks and their collectives on GPU tensors.
+"""Groups of ranks and their collectives on GPU tensors, with the interface of `gfgen.gfc.group`.
 
-`CudaGroup` has the interface of `gfgen.gfc.group.CpuGroup`. Calls enqueue kernels on torch's current stream
-and return. Results are fresh tensors. Only those asked for `in_arena` lie in this rank's arena if they fit
-in a bank; they must never leave an operator that is opaque to compilers.
+Calls enqueue kernels on torch's current stream. Results are fresh tensors. Only those asked for `in_arena`
+lie in this rank's arena if they fit in a bank; they must never leave an operator that is opaque to compilers.
 
-An arena has two banks for each kind of group. Exchanges use them in turn. So the exchange after the next
-one overwrites a result in a bank, and other ranks may begin it as soon as this rank has begun the next one.
-A barrier writes nothing.
-
-Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
-rank, D head dimension.
+An arena has two banks for each kind of group, which exchanges use in turn: the exchange after the next one
+overwrites a result, and other ranks may begin it as soon as this rank has begun the next one.
 """
 
 from __future__ import annotations
@@ -26,10 +21,9 @@ from torch import Tensor
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.arena import ArenaPlan
-from gfgen.gfc.cuda.kernels import PAIR, Launch
+from gfgen.gfc.cuda.kernels import MAX_MOVES, NUM_BANKS, PAIR, Exchange, Launch, Move
 from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
-from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import Resharding
@@ -37,7 +31,6 @@ from gfgen.layout import shard_bounds
 
 _THREADS = 512
 _NOWHERE = 16
-"""An address that nothing is written to."""
 _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
 
@@ -64,8 +57,6 @@ class Bank(NamedTuple):
 
 
 class ResultSpec(NamedTuple):
-    """A contiguous tensor that a launch makes."""
-
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # known beforehand: torch.empty_strided takes half the time of torch.empty
     dtype: torch.dtype
@@ -78,8 +69,6 @@ class ResultSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A launch and what it makes, for one shape of call."""
-
     launch: Launch
     results: tuple[ResultSpec, ...]
     pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
@@ -137,7 +126,6 @@ class CudaGroup(Exchanges):
         return sparing
 
     def subgroup(self, kind: GroupKind) -> CudaGroup:
-        """The group of this kind that this rank belongs to. Needs no communication."""
         return CudaGroup(self._endpoint, self.descriptor, self._run, kind=kind)
 
     def of_kind(self, kind: int) -> CudaGroup:
@@ -150,7 +138,6 @@ class CudaGroup(Exchanges):
         self._run.has_entered = True
 
     def finish(self) -> None:
-        """Waits for the current stream, then raises the failure of this dispatch, if any."""
         torch.cuda.current_stream(self._endpoint.device).synchronize()
         self._endpoint.check(self._run.dispatch)
 

@@ -49,7 +49,6 @@ def init_nccl(endpoint: CudaEndpoint, num_ranks: int, store: str) -> None:
 
 
 def new_nccl_group(endpoint: CudaEndpoint, ranks: tuple[int, ...]) -> Times:
-    """Makes a NCCL group and measures it and its first collective."""
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
@@ -70,7 +69,6 @@ def new_nccl_group(endpoint: CudaEndpoint, ranks: tuple[int, ...]) -> Times:
 
 @cache
 def _groups() -> dict[tuple[int, ...], Any]:
-    """This process's NCCL groups, which live as long as it does."""
     return {}
 
 
@@ -102,7 +100,6 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
 
 
 def copy_engine(endpoint: CudaEndpoint, peer: int, num_bytes: int) -> float:
-    """GB/s of the copy engine from this device to a peer's arena."""
     x = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{endpoint.device}")
     target = endpoint.arenas[peer].address + endpoint.plan.arena_bytes // 2
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from gfgen.gfc.cuda.structs import Move
+from gfgen.gfc.cuda.kernels import Move
 from gfgen.gfc.native import MAX_RANKS
 from gfgen.gfc.reshard import Resharding, Sizes
 

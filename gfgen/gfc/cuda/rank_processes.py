@@ -117,7 +117,6 @@ class CudaRanks:
         process.join()
 
     def revive(self, rank: int) -> None:
-        """A new incarnation, whose arena the survivors map in place of the old one."""
         self.incarnations[rank] += 1
         os.close(self.arena_fds[rank])
         os.close(self.control_fds[rank])
@@ -167,7 +166,6 @@ class CudaRanks:
         self.arena_fds[rank] = recv_handle(self.pipes[rank])
 
     def _introduce(self, rank: int) -> None:
-        """Hands the rank the others' arenas."""
         peers = {peer: number for peer, number in self.incarnations.items() if peer != rank}
         self.pipes[rank].send(peers)
         pid = self.processes[rank].pid

@@ -83,7 +83,8 @@ class Selector:
         tensors. Threads and bulk copies write the same bytes, so each rank may choose by its own unit and
         rows.
         """
-        choice = self._by_size((num_ranks, in_arena), pair_bytes)
+        rules = self.rules.get((num_ranks, in_arena), DEFAULT_RULES)
+        choice = next((rule.choice for rule in rules if pair_bytes <= rule.up_to_bytes), FALLBACK)
         if choice.path == "flagged" and (dense_unit_bytes < MIN_FLAGGED_UNIT or pair_bytes > FLAGGED_LIMIT):
             return FALLBACK
         if choice.path == "bulk" and not (
@@ -91,12 +92,6 @@ class Selector:
         ):
             return FALLBACK
         return choice
-
-    def _by_size(self, key: TableKey, pair_bytes: int) -> KernelChoice:
-        for rule in self.rules.get(key, DEFAULT_RULES):
-            if pair_bytes <= rule.up_to_bytes:
-                return rule.choice
-        return FALLBACK
 
 
 def table_path(device_name: str) -> Path:

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 LIST = Path(__file__).with_name("kernels.json")
 Call = tuple[str, Sequence[str | int | float], Mapping[str, Any]]
-"""A kernel, its arguments and its keywords."""
 TIMEOUT_S = 300.0
 """The whole list takes about two minutes of one core."""
 
@@ -112,7 +111,6 @@ class Uses:
     """As --vae-dtype takes them."""
     outputs: Collection[str] = ("picture", "video")
     has_images: bool = True
-    """Jobs give pictures to begin with."""
     has_patches: bool = True
 
     def names(self, pipeline_class: str) -> Iterator[str]:

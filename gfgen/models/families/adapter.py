@@ -21,7 +21,6 @@ from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
 
 Patches = MergedLoras
-"""What jobs merge into the weights of models."""
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
 
@@ -49,7 +48,6 @@ class Fields:
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
     def number(self, name: str) -> int:
-        """A scalar that is a whole number."""
         value = self.scalars[name]
         assert isinstance(value, int)
         return value
@@ -73,7 +71,6 @@ class Adapter(Protocol):
 
     geometry: Geometry
     patches: Patches
-    """What its models contain."""
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
     read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none, and on a CPU

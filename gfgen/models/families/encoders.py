@@ -1,11 +1,9 @@
 """Text encoders on GPUs: a prompt's own tokens, in recorded forwards.
 
-Reading the weights of a text encoder takes 4 ms, launching it 28. So its forwards are evaluated like those of
-transformers, through records if there are any (fast/recording.py). A record serves one shape: prompts are
-padded to one of `LENGTHS`, which depends on nothing but the prompt, so every rank gets the same bits.
-
-The pipelines evaluate more: 512 tokens for each prompt (Wan), and the odds of 152,000 next words for each
-token (Qwen-Image). Neither changes embeddings, except by rounding. Nothing here waits for the device.
+Reading the weights of a text encoder takes 4 ms, launching it 28, so its forwards may be recorded
+(fast/recording.py). A record serves one shape: prompts are padded to one of `LENGTHS`, which depends on
+nothing but the prompt, so every rank gets the same bits. The pipelines evaluate more: 512 tokens for each
+prompt (Wan), and the odds of 152,000 next words for each token (Qwen-Image). Nothing waits for the device.
 
 Legend: B batch (1), L tokens, C channels.
 """
@@ -22,10 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen2_5_VLForConditionalGeneration, UMT5EncoderModel
 from transformers.activations import NewGELUActivation
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLAttention,
-    Qwen2_5_VLRotaryEmbedding,
-)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention, Qwen2_5_VLRotaryEmbedding
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from gfgen.models.fast.evaluation import Evaluator

@@ -31,7 +31,6 @@ _FIRST_GPUS = {
     "precision": ((8, 9), "8.9 or later (such as L40S, H100, H200)"),
     "attention": ((9, 0), "9.0 or later (such as H100, H200, B200)"),
 }
-"""The first capability that has it, and in words."""
 _WIDEST_HEAD = 128
 """That cuDNN's attention in fp8 takes on all of these GPUs."""
 _SIDE = 16
@@ -50,11 +49,9 @@ class Precision:
         return {"precision": self.layers, "attention": self.attention}
 
     def of(self, checkpoint: Path) -> Mapping[str, Word]:
-        """What each option says of a model."""
         return {option: _last_word(texts, checkpoint) for option, texts in self.by_option.items()}
 
     def quantised(self, checkpoint: Path) -> Quantised:
-        """Which parts of a model have fewer bits than usual."""
         return Quantised(*(word != AUTO for word in self.of(checkpoint).values()))
 
     def saved_bytes(self, checkpoint: Path) -> Mapping[str, tuple[int, int]]:
@@ -166,7 +163,6 @@ def _check_family(geometry: Geometry, checkpoint: Path, option: str) -> None:
 
 
 def _experts(checkpoint: Path) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """The transformers of a model: name, config and channels."""
     configs = read_checkpoint(checkpoint, with_weights=False).configs
     for component in EXPERTS:
         if (config := configs.get(component)) is not None:

@@ -50,7 +50,6 @@ TINY_TIMEOUT_S = 300.0
 
 _COMPILED = "is compiled for another runtime (TensorRT or ONNX); give the weights that it was made from"
 _UNREAD = dict.fromkeys(PICKLES, NO_PICKLE) | dict.fromkeys((".engine", ".plan", ".trt", ".onnx"), _COMPILED)
-"""By suffix: why a file is no model here."""
 
 HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
@@ -66,8 +65,7 @@ class KnownModel:
 
 MODELS = (
     KnownModel(
-        "shapes",
-        "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU",
+        "shapes", "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU"
     ),
     KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
     KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),
@@ -146,12 +144,11 @@ def load_adapter(
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
-    VAE_DTYPES. With random weights the directory need hold config files only. With `trusts_code` the
-    checkpoint's own code may run. `kernels` are those of steps of pipelines without an adapter of their own.
-    Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks share,
-    or from the other ranks of the island.
-    `quantised` is for Wan and Qwen-Image: their blocks' layers (linears.py) and attention (fp8_attention.py).
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of VAE_DTYPES.
+    With random weights the directory need hold config files only. With `trusts_code` the checkpoint's own
+    code may run. `kernels` are for pipelines without an adapter of their own, `quantised` for Wan and
+    Qwen-Image. Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks
+    share, or from the other ranks of the island.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -171,18 +168,14 @@ def load_adapter(
     load = partial(random_pipeline if has_random_weights else load_pipeline, placing=placing)
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     adapter: Adapter
-    if geometry.family == "qwen-image":
-        from gfgen.models.families.qwen_adapter import load_qwen_image
-
-        adapter = load_qwen_image(checkpoint, geometry, quantised=quantised, **options)
-    elif isinstance(geometry, PipelineGeometry):
+    if isinstance(geometry, PipelineGeometry):
         from gfgen.models.stepping.adapter import load_any
 
         adapter = load_any(checkpoint, geometry, kernels=kernels, **options)
     else:
-        from gfgen.models.families.wan_adapter import load_wan
+        from gfgen.models.families.flow_adapter import load_flow
 
-        adapter = load_wan(checkpoint, geometry, quantised=quantised, **options)
+        adapter = load_flow(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
     adapter.read_bytes_per_s = placing.read_rate()
     return adapter

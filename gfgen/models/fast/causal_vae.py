@@ -1,16 +1,13 @@
 """Causal video VAEs of diffusers near the speed of their convolutions: equal up to rounding, for a GPU.
 
-`install` replaces a VAE's loop over latent frames. Modules keep their weights, in another memory format:
+`install` replaces a VAE's loop over latent frames. Modules keep their weights, with channels last in memory:
 
-    layout        channels are last in memory, as the fast convolutions need them
     passes        what lies between two convolutions is one pass over memory (frame_kernels.py): the bias of
                   the first, the shortcut, norm and activation. It writes the input of the second behind the
                   two frames before it, and keeps the last two for the next latent frame
     upsampling    repeated rows and columns followed by 3x3 weights are four 2x2 convolutions of the small
                   frame, one for each place of a pixel among four: 4/9 of the operations
     first frame   has no frames before it, so only the last of three slices of each kernel counts
-
-Ranks that share a decode exchange rows as in shared_decode.py.
 
 Legend: T frames, H W rows and columns, C channels; one sample.
 Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.
@@ -132,7 +129,6 @@ class _Past:
         return padded
 
     def convolved(self, x: Tensor, conv: Any) -> Tensor:
-        """A causal convolution without its bias."""
         rows, columns = ((size - 1) // 2 for size in conv.kernel_size[1:])
         rows = 0 if self._bands is not None else rows
         weight = conv.weight
@@ -144,7 +140,6 @@ class _Past:
         return y[0, : conv.out_channels].permute(1, 2, 3, 0).contiguous()
 
     def enlarged(self, x: Tensor, conv: Any) -> Frames:
-        """Twice the rows and columns, and the convolution."""
         padding = (0 if self._bands is not None else 1, 1)
         return Frames(tuple(_flat(x, each.permute(0, 3, 1, 2), padding) for each in conv.phases), conv.bias)
 
@@ -191,7 +186,6 @@ def _encode(vae: Any, x: Tensor) -> Any:
 
 
 def _encoded(encoder: Any, frames: Frames, past: _Past) -> Tensor:
-    """The encoder's output, channels last, of the next frames."""
     frames = _begun(encoder, frames, past)
     for block in encoder.down_blocks:
         frames = _down_block(block, frames, past)
@@ -251,7 +245,6 @@ def _decode(vae: Any, z: Tensor, return_dict: bool = True) -> Any:
 
 
 def _decoded(decoder: Any, frames: Frames, past: _Past) -> Tensor:
-    """The decoder's output, channels last, of the next latent frame."""
     frames = _middle(decoder.mid_block, _begun(decoder, frames, past), past)
     for block in decoder.up_blocks:
         frames = _up_block(block, frames, past)
@@ -320,7 +313,6 @@ def _residual(block: Any, frames: Frames, past: _Past) -> Frames:
 
 
 def _attention(block: Any, frames: Frames, past: _Past) -> Frames:
-    """Attention among the places of each frame."""
     num_frames, height, width, channels = frames.shape
     x = frames.parts[0].new_empty(frames.shape)
     added(frames, block.norm, x, needs_total=True, activate=False)

@@ -1,28 +1,41 @@
-"""The repeated blocks of any transformer, compiled.
+"""What is faster in pipelines without an adapter of their own: blocks compiled, texts cut, channels last.
 
-`prepare` lets the blocks of a transformer choose with each call between their own forward and the compiled
-one (kernels.py). All blocks of a class share what the compiler makes for a shape. A GELU behind a linear
-layer is computed in the epilogue of the layer's product, which the compiler does not do.
+`prepare` lets the repeated blocks of a transformer choose with each call between their own forward and the
+compiled one (kernels.py). All blocks of a class share what the compiler makes for a shape. A GELU behind a
+linear layer is computed in the epilogue of the layer's product, which the compiler does not do. Hooks stay
+outside of what is compiled. If the compiler fails, the blocks run their own forward from then on.
 
-Hooks stay outside of what is compiled, so what ranks share and when a task stops is decided in each call.
-If the compiler fails, the blocks run their own forward from then on.
+`cut_texts`: HunyuanVideo's pipeline pads each text to 256 tokens and hides the padding from attention by a
+mask, with which attention takes a slower kernel. Here each text is cut to its length, and there is no mask.
+
+`channels_last`: UNets and VAEs have the order of a GPU's convolutions, which group norms keep, too.
+
+All of it is equal up to rounding. Source: diffusers 0.42 transformer_hunyuan_video.py.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL, HunyuanVideoTransformer3DModel, UNet2DConditionModel
 from diffusers.models.activations import GELU
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gfgen.errors import in_one_line
 from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.linears import linear_gelu
+from gfgen.models.parallel.plans import TEXT
+from gfgen.models.parallel.sequence_parallel import sharing_ranks
+from gfgen.models.streaming.turns import CallLocal
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +78,6 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
 
 
 class EpilogueGelu(GELU):  # type: ignore[misc]
-    """The same module; where it is compiled, the GELU is part of the product."""
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             projected: Tensor = _linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
@@ -87,16 +98,12 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Block:
-    """One block's own forward, and the compiled one from its first use on."""
-
     def __init__(self, own: Forward) -> None:
         self.own = own
         self.compiled: Forward | None = None
 
 
 class _Compiler:
-    """Compiles the blocks of one transformer."""
-
     def __init__(self, transformer: nn.Module, *, has_any_texts: bool, backend: Any) -> None:
         self._name = type(transformer).__name__
         self.transformer = weakref.ref(transformer)
@@ -143,8 +150,114 @@ def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> Any:
-    """In place of a block's forward."""
     runs_beside = getattr(compiler.transformer(), "runs_beside", False)  # changes that no block compiles
     if present_choice() != "compiled" or compiler.has_failed or runs_beside:
         return block.own(*args, **kwargs)
     return compiler.run(block, args, kwargs)
+
+
+# Texts without padding ------------------------------------------------------------------------------
+
+
+TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
+_MASK_POSITION = 3
+MIN_TOKENS = 2
+"""A length of 1 would be a kind of its own for the compiler."""
+
+
+def cut_texts(transformer: nn.Module) -> bool:
+    """Let a transformer cut its texts, permanently, for other than `own` kernels (kernels.py); whether its
+    class is one that can. Before `branches.watch`, inside which a forward is asked for twice."""
+    if not isinstance(transformer, HunyuanVideoTransformer3DModel):
+        return False
+    current = CallLocal()  # has_cut: in the present forward
+    lengths: Any = WeakTensorKeyDictionary()
+    forward, signature = transformer.forward, inspect.signature(transformer.forward)
+
+    @functools.wraps(forward)
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        shorter = _cut(given, lengths)
+        current.has_cut = bool(shorter)
+        return forward(**{**given, **shorter})
+
+    transformer.forward = cut
+    for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
+        hook = functools.partial(_without_mask, current=current)
+        block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    return True
+
+
+def _cut(given: Mapping[str, Any], lengths: Any) -> Mapping[str, Any]:
+    """The arguments that are shorter than given; none if the padding stays."""
+    mask, text = given.get(TEXT_MASK), given.get(TEXT)
+    if present_choice() == "own" or mask is None or text is None:
+        return {}
+    if mask not in lengths:
+        lengths[mask] = _common_length(mask)  # waits for the device, once for each prompt
+    length, ranks = lengths[mask], sharing_ranks()
+    if length is None or length < (MIN_TOKENS if ranks is None else max(MIN_TOKENS, ranks.size)):
+        return {}
+    return {TEXT: text[:, :length], TEXT_MASK: mask[:, :length]}
+
+
+def _common_length(mask: Tensor) -> int | None:
+    """The length of all texts of a batch; None if lengths differ, or padding is elsewhere than at the end."""
+    rows = mask.bool().tolist()
+    length = sum(rows[0])
+    return length if all(row == [True] * length + [False] * (len(row) - length) for row in rows) else None
+
+
+def _without_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, current: CallLocal
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not current.has_cut:
+        return None
+    if MASK in kwargs:
+        return args, {**kwargs, MASK: None}
+    return (*args[:_MASK_POSITION], None, *args[_MASK_POSITION + 1 :]), kwargs
+
+
+# Channels last --------------------------------------------------------------------------------------
+
+
+def channels_last(pipeline: Any) -> None:
+    """Change the order in a pipeline that has a UNet, permanently."""
+    parts = [x for x in pipeline.components.values() if isinstance(x, (AutoencoderKL, UNet2DConditionModel))]
+    if not any(isinstance(part, UNet2DConditionModel) for part in parts):
+        return
+    for module in [
+        module for part in parts for module in part.to(memory_format=torch.channels_last).modules()
+    ]:
+        if type(module) is nn.GroupNorm:
+            module.__class__ = _Norm
+        elif isinstance(module, ResnetBlock2D) and _is_activated(module):
+            module.nonlinearity = _OfEmbeddings()
+            module.norm1.activates = module.norm2.activates = True
+
+
+def _is_activated(block: Any) -> bool:
+    """Whether SiLU follows both norms of a residual block at once."""
+    return type(block.nonlinearity) is nn.SiLU and block.time_embedding_norm != "scale_shift"
+
+
+class _Norm(nn.GroupNorm):
+    activates = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dim() == 4:
+            from gfgen.models.fast import row_kernels
+
+            x_NHWC = x.permute(0, 2, 3, 1).contiguous()
+            result = torch.empty_like(x_NHWC)
+            row_kernels.group_norm(x_NHWC, torch.float32, self, result, activate=self.activates)
+            return result.permute(0, 3, 1, 2)
+        normed = super().forward(x)
+        return functional.silu(normed) if self.activates else normed
+
+
+class _OfEmbeddings(nn.SiLU):
+    """SiLU of embeddings; pictures have had theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 4 else super().forward(x)

@@ -47,7 +47,6 @@ class Evaluator(Protocol):
 
 
 def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """The transformer's own forward."""
     predicted: Tensor = transformer(**inputs, return_dict=False)[0]
     return predicted
 

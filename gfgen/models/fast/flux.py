@@ -1,12 +1,9 @@
-"""Blocks of Flux.1 in fewer and larger operations: equal up to rounding, for a GPU.
+"""Blocks of Flux.1 in fewer and larger operations, as in fused.py: equal up to rounding, for a GPU.
 
-As fused.py does for Wan and Qwen-Image. Single blocks also compute the projections of attention and the
-feed-forward's first one from one norm, and add both parts of `proj_out` in the product itself, so nothing is
-concatenated: text and picture stay one tensor from single block to single block.
-
-The weights of a fused projection are the memory of its parts, so each block can still run as diffusers'
-own. It does so for `own` kernels (kernels.py), for inputs that only some pipelines have (pictures for IP
-adapters), and in fp16, whose results diffusers clips.
+Single blocks also compute the projections of attention and the feed-forward's first one from one norm, and
+add both parts of `proj_out` in the product itself: text and picture stay one tensor from block to block.
+The weights of a fused projection are the memory of its parts, so each block can still run as diffusers' own:
+for `own` kernels (kernels.py), for inputs that only some pipelines have, and in fp16, which diffusers clips.
 
 Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_flux.py.
@@ -46,15 +43,14 @@ def fuse_flux(transformer: nn.Module) -> None:
             with placing_of(block).final(block):
                 _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
                 _join(block.attn, "to_added_qkv", _ADDED)
-            block.forward = functools.partial(_double_block, block, block.forward)
+            block.forward = functools.partial(_forward, block, block.forward, _double_block)
         elif isinstance(block, FluxSingleTransformerBlock) and _is_usual(block):
             with placing_of(block).final(block):
                 _join(block.attn, "to_qkv", _QUERY_KEY_VALUE)
-            block.forward = functools.partial(_single_block, block, block.forward)
+            block.forward = functools.partial(_forward, block, block.forward, _single_block)
 
 
 def has_fused_blocks(transformer: nn.Module) -> bool:
-    """Whether `fuse_flux` fuses blocks of this transformer."""
     kinds = (FluxTransformerBlock, FluxSingleTransformerBlock)
     return any(isinstance(module, kinds) and _is_usual(module) for module in transformer.modules())
 
@@ -70,15 +66,10 @@ def _join(attention: Any, name: str, parts: Sequence[str]) -> None:
     object.__setattr__(attention, name, whole)
 
 
-def _is_own(block: Any, x: Tensor, options: Any) -> bool:
-    """Whether a block runs as diffusers' own."""
-    is_other = bool(options) or type(block.attn.processor) is not FluxAttnProcessor
-    return present_choice() == "own" or x.dtype == torch.float16 or is_other
-
-
-def _double_block(
+def _forward(
     block: Any,
     own: Any,
+    fused: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
@@ -88,11 +79,20 @@ def _double_block(
     """In place of a block's forward. Shapes: hidden_states [B, L, C] of the picture, encoder_hidden_states
     [B, text, C], temb [B, C], image_rotary_emb cosines and sines [text + L, D], each value twice -> text,
     picture."""
-    if _is_own(block, hidden_states, joint_attention_kwargs):
-        result: tuple[Tensor, Tensor] = own(
-            hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
-        )
-        return result
+    given = hidden_states, encoder_hidden_states, temb, image_rotary_emb
+    is_other = bool(joint_attention_kwargs) or type(block.attn.processor) is not FluxAttnProcessor
+    is_own = present_choice() == "own" or hidden_states.dtype == torch.float16 or is_other
+    result: tuple[Tensor, Tensor] = own(*given, joint_attention_kwargs) if is_own else fused(block, *given)
+    return result
+
+
+def _double_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
     attention, num_text = block.attn, encoder_hidden_states.shape[1]
     streams = (encoder_hidden_states, hidden_states)
     modulations = [_rows(each.linear(silu(temb)), 6) for each in (block.norm1_context, block.norm1)]
@@ -107,10 +107,7 @@ def _double_block(
         (attention.to_qkv(picture), (attention.norm_q, attention.norm_k)),
     )
     attended = _attended(attention, parts, image_rotary_emb)
-    updates = (
-        attention.to_add_out(attended[:, :num_text]),
-        attention.to_out[0](attended[:, num_text:]),
-    )
+    updates = (attention.to_add_out(attended[:, :num_text]), attention.to_out[0](attended[:, num_text:]))
     results = []
     for x, update, modulation, feed_forward, kinds_N in zip(
         streams, updates, modulations, (block.ff_context, block.ff), kinds, strict=True
@@ -126,19 +123,11 @@ def _double_block(
 
 def _single_block(
     block: Any,
-    own: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
     image_rotary_emb: tuple[Tensor, Tensor],
-    joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """In place of a single block's forward; shapes as in `_double_block`."""
-    if _is_own(block, hidden_states, joint_attention_kwargs):
-        result: tuple[Tensor, Tensor] = own(
-            hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
-        )
-        return result
     attention, num_text = block.attn, encoder_hidden_states.shape[1]
     x = _joined(encoder_hidden_states, hidden_states)
     shift, scale, gate = _rows(block.norm.linear(silu(temb)), 3)
@@ -155,9 +144,7 @@ def _single_block(
 
 
 def _attended(
-    attention: Any,
-    parts: Sequence[tuple[Tensor, tuple[Any, Any]]],
-    rotary_emb: tuple[Tensor, Tensor],
+    attention: Any, parts: Sequence[tuple[Tensor, tuple[Any, Any]]], rotary_emb: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Attention among the tokens of all parts, one behind the other: [B, L, C].
 

@@ -1,20 +1,16 @@
 """Blocks of diffusers' transformers in fewer and larger operations: equal up to rounding, for bf16 on a GPU.
 
-`fuse` changes a transformer in place, after `install` has put its hooks there. Its modules keep their
-weights; their operations are fused:
+`fuse` changes a transformer in place, after `install` has put its hooks there. Modules keep their weights:
 
     projections   one product computes query, key and value of an attention
     rows          norms, modulations, gates and rotations in one pass over each row (rows.py)
     activations   the GELU of a feed-forward in the epilogue of its product
-    modulation    Qwen-Image's, for all blocks at once: each rank computes some of the blocks. A third of the
-                  transformer's weights serves only this, and is read once instead of by every rank.
+    modulation    Qwen-Image's, a third of the weights, for all blocks at once: each rank computes some.
                   Wan's, where tokens have one of two timesteps, for these two instead of every token
 
-Nothing is compiled or tuned at run time, so no first call is slow and every rank adds in the same order.
-
-All samples of a batch have the same timestep, which is given once. Their texts may be padded: then
-`attention_kwargs` has their lengths as `text_lengths`, or the number of tokens of picture and text as
-`num_tokens`, on the device (texts.py). Attention ignores padding.
+Nothing is tuned at run time, so no first call is slow and every rank adds in the same order. All samples of a
+batch have the same timestep, which is given once. Texts may be padded, which attention ignores: then
+`attention_kwargs` has their `text_lengths`, or the `num_tokens` of picture and text on the device (texts.py).
 
 Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.

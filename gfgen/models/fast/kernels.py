@@ -1,7 +1,7 @@
 """Which kernels the step of a pipeline without an adapter of its own uses, and what the others have in fp8.
 
     own        those of the pipeline's statements: the bits are those of diffusers
-    fused      fused blocks where gfgen has them (flux.py), texts without padding (cut_texts.py)
+    fused      fused blocks where gfgen has them (flux.py), texts without padding (compiled.py)
     compiled   the same, and other blocks compiled (compiled.py)
 
 The control plane decides, because all ranks that share a step must agree.

@@ -76,7 +76,6 @@ def quantise(blocks: nn.Module) -> None:
 
 
 def takes_fp8(layer: Any) -> bool:
-    """Whether a layer takes `Fp8Rows` as they are."""
     return isinstance(layer, (QuantisedLinear, QuantisedGelu))
 
 

@@ -1,21 +1,17 @@
 """Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
 
-If launching kernels one by one takes about as long as computing, a forward is recorded: all of its launches
-become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and
-local shard lengths. It reads the ranks that share a replay, and the slot of this rank, from memory
-(gfc/cuda/captured.py, `Sharing.positions_L`):
-
-    inputs -> copied to where the record reads them -> replayed -> result copied out
+If launching kernels one by one takes about as long as computing, all launches of a forward become one (on
+GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and local shard
+lengths. It reads the ranks that share a replay, and the slot of this rank, from memory (gfc/cuda/captured.py,
+`Sharing.positions_L`).
 
 One measurement decides for each shape and degree whether forwards are recorded: the first evaluation times a
-few blocks, each by itself, while nothing else is under way. Each rank measures for itself. So of the ranks
-that share a forward some may replay it and others launch it. Their exchanges must be the same, and all of
-them start at the same bank (`LaunchRecorder.align`).
+few blocks, each by itself. Each rank measures for itself, so some ranks may replay a forward that others
+launch. Their exchanges are the same, and start at the same bank (`LaunchRecorder.align`).
 
-Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that
-no kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. An
-evaluation must have loaded all kernels before. A forward that differs only in the length of its text from
-one that was recorded in the same slot needs no such evaluation.
+Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that no
+kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. All kernels
+have been loaded before: by an evaluation, or a record in the same slot with another length of text.
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
@@ -93,11 +90,9 @@ class _ForwardCall(NamedTuple):
     """Number of the transformer (`Graphs._lives`)."""
     inputs: tuple[object, ...]
     text: tuple[object, ...]
-    """Those of `OF_TEXT`."""
     text_names: tuple[str, ...]
     """Names of the attention arguments that hold the text's length."""
     degrees: tuple[int, int, int] | None
-    """None for a rank alone."""
     runs_beside: bool = False
     """Whether changes of weights run beside layers, which a record would keep from job to job."""
 
@@ -111,7 +106,6 @@ class _KnownForward(NamedTuple):
 
     stream_lengths: Mapping[str, int]
     result: Tensor
-    """On the device `meta`."""
 
 
 @dataclass(slots=True)
@@ -123,11 +117,9 @@ class _ForwardRecord:
     slot_1: Tensor
     transformer: weakref.ref[Any]
     addresses: tuple[tuple[Tensor, int], ...]
-    """Two of its weights, and their addresses."""
     tables: object
     """Other tensors that it reads, kept alive."""
     slot: int | None = None
-    """What `slot_1` holds."""
 
     def is_of(self, transformer: Any) -> bool:
         """Whether it reads this transformer's weights at their present addresses."""
@@ -135,7 +127,9 @@ class _ForwardRecord:
         return self.transformer() is transformer and not has_moved
 
     def replay(self, inputs: Mapping[str, Any], sharing: Sharing | None) -> Tensor:
-        _copy(inputs, into=self.inputs)
+        for given, read in zip(tree_leaves(dict(inputs)), tree_leaves(self.inputs), strict=True):
+            if isinstance(given, Tensor):
+                read.copy_(given)
         if sharing is not None and sharing.ranks.slot != self.slot:
             self.slot = sharing.ranks.slot
             self.slot_1.fill_(self.slot)
@@ -156,7 +150,6 @@ class Graphs:
         self._records: OrderedDict[object, _ForwardRecord] = OrderedDict()
         self._known: dict[_ForwardCall, _KnownForward] = {}
         self._is_worth: dict[object, bool] = {}
-        """By call with any text: whether its forwards are recorded."""
         self._are_loaded: dict[object, bool] = {}
         """By call with any text, and slot: whether it may be recorded at once, since one like it was."""
         self._ready: set[object] = set()
@@ -170,7 +163,6 @@ class Graphs:
         self._unentered: Parallel | None = None
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The transformer's prediction."""
         sharing = present_sharing()
         call = self._call(transformer, inputs, sharing)
         if self._mode is not None:
@@ -210,7 +202,6 @@ class Graphs:
         return len(self._records)
 
     def clear(self) -> None:
-        """Release the memory of all records."""
         for key in list(self._records):
             self._drop(key)
 
@@ -324,7 +315,7 @@ class Graphs:
 
     def _make(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
         """Make a record and keep it as long as the transformer, while it is among the last ones used."""
-        kept = _cloned(inputs)
+        kept = tree_map_only(Tensor, torch.clone, dict(inputs))
         slot_1 = self._new_slot()
         tables = _tables_of_positions(transformer, inputs)
 
@@ -443,27 +434,6 @@ def _kind_of(x: object) -> object:
     if isinstance(x, Mapping):
         return tuple((name, _kind_of(value)) for name, value in x.items())
     return tuple(map(_kind_of, x)) if isinstance(x, (list, tuple)) else repr(x)
-
-
-def _cloned(x: Any) -> Any:
-    """A copy, including tensors."""
-    if isinstance(x, Tensor):
-        return x.clone()
-    if isinstance(x, Mapping):
-        return {name: _cloned(value) for name, value in x.items()}
-    return type(x)(map(_cloned, x)) if isinstance(x, (list, tuple)) else x
-
-
-def _copy(x: Any, into: Any) -> None:
-    """Copy the values of all tensors to the tensors of an equally nested clone."""
-    if isinstance(x, Tensor):
-        into.copy_(x)
-    elif isinstance(x, Mapping):
-        for name, value in x.items():
-            _copy(value, into[name])
-    elif isinstance(x, (list, tuple)):
-        for value, target in zip(x, into, strict=True):
-            _copy(value, target)
 
 
 def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:

@@ -21,7 +21,6 @@ MANY_ROWS = 2048
 number is no constant: unrolled, each row waits for the stores of the row before it, too."""
 ROWS_EACH = 4
 FEATURES_EACH = 32
-"""That a program of `int8_layers` computes."""
 NUM_VALUES, PLACES_EACH, MAX_PARTS = 4096, 16, 256
 """Of a group norm: values that a program holds, and parts of a picture that are added up apart."""
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from gfgen.errors import AbortedError
+from gfgen.models.parallel.parallel import held
 
 AHEAD_S = 0.04
 """Launched work that is not done yet: enough to hide a slow launch, short enough to wait for."""
@@ -82,14 +83,8 @@ class DeviceWatch(Watch):
 _WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
-@contextmanager
-def watching(watch: Watch | None) -> Iterator[None]:
-    """Inside, models with hooks ask this watch."""
-    token = _WATCH.set(watch)
-    try:
-        yield
-    finally:
-        _WATCH.reset(token)
+def watching(watch: Watch | None) -> AbstractContextManager[None]:
+    return held(_WATCH, watch)
 
 
 def install(*models: torch.nn.Module | None) -> None:

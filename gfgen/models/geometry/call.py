@@ -86,8 +86,6 @@ _LISTS = ("list", "List", "tuple", "Tuple", "Iterable", "Sequence")
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a function of diffusers."""
-
     name: str
     annotation: ast.expr | None
     is_required: bool
@@ -105,7 +103,6 @@ class Argument:
 
     @functools.cached_property
     def takes_files(self) -> bool:
-        """Whether its values are pictures."""
         is_array = _ARRAYS.search(self.text) and _NAMED_AS_FILES.search(self.name)
         return not _HIDDEN.search(self.name) and bool(is_array or _PICTURES.search(self.text))
 
@@ -163,11 +160,9 @@ class CallSignature:
 
     @property
     def files(self) -> list[str]:
-        """The arguments that take pictures or videos."""
         return [name for name, argument in self.arguments.items() if argument.takes_files]
 
     def argument_of(self, field: str) -> str | None:
-        """The argument that a field of the job sets; None if the call has none."""
         return next((name for name in _BY_FIELD[field] if name in self.arguments), None)
 
     def problems(self, spec: JobSpec, *, scheduler_class: str | None = None) -> Iterator[Problem]:
@@ -289,7 +284,6 @@ def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[
 
 
 def methods_of(pipeline_class: str, *, source: Path | None) -> Callable[[str], ast.FunctionDef | None]:
-    """What finds a method of a class of diffusers, or of one that is defined in `source`."""
     if source is None:
         return functools.partial(_definition, "pipelines", pipeline_class)
     return functools.partial(_definition_in, source, "pipelines", pipeline_class)
@@ -325,7 +319,7 @@ def scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem
         return
     known = _method("schedulers", name, "__init__")
     if known is None:
-        names = _class_names("schedulers")
+        names = [each for each in _files_by_class("schedulers") if not each.startswith("_")]
         near = next((each for each in names if each.startswith(name)), None) or nearest(name, names)
         near = near or nearest(name.lower(), SAMPLERS)
         hint = f"; did you mean {near}?" if near else ""
@@ -454,10 +448,6 @@ def _files_by_class(package: str) -> Mapping[str, Path]:
         for name in pattern.findall(path.read_bytes()):
             found.setdefault(name.decode(), path)
     return found
-
-
-def _class_names(package: str) -> list[str]:
-    return [name for name in _files_by_class(package) if not name.startswith("_")]
 
 
 def _root() -> Path:

@@ -18,17 +18,11 @@ from gfgen.models.geometry.call import is_folder_of_pipelines, is_pipeline
 from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
 from gfgen.models.geometry.weights import components_of, has_weights, quantisation_of
 
-CONFIG_NAMES = {
-    "scheduler": "scheduler_config.json",
-    "tokenizer": "tokenizer_config.json",
-}
-"""Components whose config file is not `config.json`."""
+CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
-"""Files that can hold a tokenizer's vocabulary."""
 
 PIPELINE_CODE = "pipeline.py"
-"""The file for a pipeline class that diffusers does not have."""
 
 QUANTISERS = ("bitsandbytes", "torchao")
 """Packages that read weights which they have quantised, through diffusers' own config."""
@@ -39,8 +33,6 @@ SETTINGS_NAME = "gfgen.json"
 
 @dataclass(frozen=True, slots=True)
 class OwnClass:
-    """A class that a checkpoint brings."""
-
     source: Path
     name: str
 
@@ -78,7 +70,6 @@ class Checkpoint:
         return found
 
     def class_of(self, component: str) -> str | None:
-        """Class name of a component; None if the pipeline does not have it."""
         entry = self.index.get(component)
         return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
 

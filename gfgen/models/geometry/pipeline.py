@@ -1,14 +1,15 @@
 """Geometry of any other diffusers pipeline: what its call takes, from diffusers' source (`call.py`).
 
-Its sizes are those that a job asks for, rounded down to a multiple (`sizes.py`). Bytes of its artifacts are
+Its sizes are those that a job asks for, rounded down to a multiple. Bytes of its artifacts are
 unknown before it runs, so they have room in the job's slab, which takes memory only where it is written to.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,7 @@ from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import evaluations_key, with_known_scheduler
-from gfgen.models.geometry.sizes import size_multiple
+from gfgen.models.geometry.rules import evaluations_key, with_known_scheduler
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -105,8 +105,6 @@ _UNSHARED = re.compile("PAG|KleinKV|DiffusionForcing|InContext|HDR")
 
 @dataclass(frozen=True, slots=True)
 class PipelineGeometry:
-    """See `Geometry` for the methods."""
-
     signature: CallSignature
     defaults: Mapping[str, Any]
     scheduler_class: str | None
@@ -114,19 +112,13 @@ class PipelineGeometry:
     token_side: int | None = None
     """The most pixels along a token's side, if ranks can share the tokens."""
     own_code: Mapping[str, OwnClass] = field(default_factory=dict)
-    """See `Checkpoint.own_code`; loading runs it."""
     why_no_reuse: str | None = None
-    """Why no step can be reused; None if steps can."""
     shares_guidance: bool = False
-    """Whether two halves of a layout can share the guidance of a step."""
     multiple: int = 1
-    """Pixels of which sides are multiples (sizes.py)."""
     why_no_guidance: str | None = None
     """Why a guidance scale has no effect; None if it may have one."""
     has_clip: bool = False
-    """Whether prompts can have weights."""
     has_alpha: bool = False
-    """See `Geometry`."""
 
     @property
     def family(self) -> str:
@@ -338,3 +330,62 @@ def _defaults(signature: CallSignature) -> dict[str, Any]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = int(value) if name in SHAPE_FIELDS else float(value)
     return {"frames": 1, "fps": DEFAULT_FPS, **found}
+
+
+# Multiples of sizes ---------------------------------------------------------------------------------
+# Expressions such as `height % (self.vae_scale_factor * 2)` in a pipeline's source are evaluated over the
+# configs, without importing diffusers. Besides, a size has whole patches of the transformer's.
+
+
+_FACTORS = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_scale_factor",
+    "vae_spatial_compression_ratio",
+)
+_BUILTINS = {"len": len, "getattr": getattr, "hasattr": hasattr, "max": max, "min": min, "int": int}
+
+
+def size_multiple(checkpoint: Checkpoint, method_of: Callable[[str], ast.FunctionDef | None]) -> int:
+    """`method_of` finds a method of the pipeline's class by its name."""
+    parts = {name: _Part(config) for name, config in checkpoint.configs.items()}
+    pipeline = _Part(parts | {name: None for name in checkpoint.index if name not in parts})
+    moduli: list[Any] = []
+    for method in filter(None, map(method_of, ("__init__", "check_inputs", "__call__"))):
+        names = {"self": pipeline}
+        nodes = [node for node in ast.walk(method) if isinstance(node, (ast.Assign, ast.BinOp))]
+        for node in sorted(nodes, key=lambda node: node.lineno):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    names[name] = _value(node.value, names)
+                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)]):
+                    pipeline[name] = _value(node.value, names)
+                case ast.BinOp(left=ast.Name(id="height" | "width"), op=ast.Mod()):
+                    moduli.append(_value(node.right, names))
+    factor = max(_whole(pipeline.get(name)) for name in _FACTORS)
+    configs = [config for name, config in checkpoint.configs.items() if "transformer" in name]
+    patches = [config.get("patch_size", config.get("all_patch_size")) for config in configs]
+    patch = max([1, *(_whole(side[-1] if isinstance(side, list) and side else side) for side in patches)])
+    return math.lcm(*map(_whole, moduli), factor * patch)
+
+
+def _whole(value: Any) -> int:
+    """1 for what configs do not tell."""
+    return value if type(value) is int and value > 0 else 1
+
+
+def _value(expression: ast.expr, names: dict[str, Any]) -> Any:
+    """The value of an expression of diffusers; None if it needs more than configs."""
+    try:
+        return eval(compile(ast.Expression(expression), "", "eval"), {"__builtins__": _BUILTINS}, names)
+    except Exception:  # whatever code raises that expects a loaded pipeline
+        return None
+
+
+class _Part(dict[str, Any]):
+    """The pipeline or a component, whose attributes are those of its config."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "config" and name not in self:
+            raise AttributeError(name)
+        return self if name == "config" else self[name]

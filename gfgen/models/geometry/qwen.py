@@ -19,7 +19,7 @@ from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import (
+from gfgen.models.geometry.rules import (
     evaluations_key,
     flow_problems,
     latents_artifact,
@@ -51,8 +51,6 @@ FAMILY_DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class QwenGeometry:
-    """See `Geometry` for the methods."""
-
     family: str
     defaults: Mapping[str, Any]
     num_layers: int

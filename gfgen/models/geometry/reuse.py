@@ -28,7 +28,6 @@ MIN_STEPS, MANY_STEPS, MIN_NUMBER = min(LARGEST_SHARES), max(LARGEST_SHARES), 3
 IF_LATE_SHARE = 0.4
 """Of the steps, which a policy may have reused."""
 Output = tuple[tuple[int, ...], str]
-"""Shape and dtype of a transformer's output."""
 KEPT_OUTPUTS = ("reuse_0", "reuse_1")
 """Tensors of latents: the last two computed outputs, in turn."""
 

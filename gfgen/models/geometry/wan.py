@@ -20,7 +20,7 @@ from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.schedulers import (
+from gfgen.models.geometry.rules import (
     evaluations_key,
     flow_problems,
     latents_artifact,
@@ -37,7 +37,6 @@ SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0
 """Supported schedulers, each with the number of latent-sized tensors in its state."""
 
 _NUM_TRAIN = 1000
-"""Training timesteps of the schedulers."""
 
 _FIELDS = ("width", "height", "frames", "fps", "steps", "guidance_scale", "guidance_scale_2")
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -51,8 +50,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class WanGeometry:
-    """See `Geometry` for the methods."""
-
     family: str
     defaults: Mapping[str, Any]
     num_layers: int
@@ -81,7 +78,6 @@ class WanGeometry:
 
     @property
     def scheduler_class(self) -> str:
-        """The model's own."""
         return next(name for name, number in SCHEDULERS.items() if number == self.num_solver_tensors)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
@@ -130,11 +126,13 @@ class WanGeometry:
         num_tokens = max_text_tokens(spec, TEXT_TOKENS)
         prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         state = ["sample", "last_sample", "model_output_0", "model_output_1"][: 1 + self.num_solver_tensors]
+        sides = rules.known(spec.frames), rules.known(spec.height), rules.known(spec.width)
+        frames = (*sides, 3 * spec.sample_bytes)
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", self._condition_fields(spec)),
             latents_artifact(spec, Artifact("latents", tuple((name, latent, "float32") for name in state))),
-            Artifact("frames", (("frames", (rules.known(spec.frames), *_picture(spec)), "uint8"),)),
+            Artifact("frames", (("frames", frames, "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
         output = None if spec.scheduler else (latent, "float32")
@@ -318,7 +316,3 @@ def _text_encoder_flops(checkpoint: Checkpoint) -> float:
 
 def _shifted(sigma: float, shift: float) -> float:
     return shift * sigma / (1 + (shift - 1) * sigma)
-
-
-def _picture(spec: JobSpec) -> tuple[int, int, int]:
-    return rules.known(spec.height), rules.known(spec.width), 3 * spec.sample_bytes

@@ -1,15 +1,12 @@
 """Find a component's weight files and check that they are complete, by names and headers alone.
 
 A folder may hold the same weights more than once: as safetensors and as .bin, in another precision
-(`*.fp16.safetensors`), in one file and in shards of an older download. The files that `from_pretrained`
-reads count. A variant counts where there are no others.
-
-Weights in fp8 may have a scale: a tensor beside the weight, with one number, or one for each row. The weight
-is the product of both.
+(`*.fp16.safetensors`), in one file and in shards. The files that `from_pretrained` reads count; a variant
+where there are no others. Weights in fp8 may have a scale, a tensor beside the weight with one number, or one
+for each row; the weight is the product of both.
 
 A safetensors file begins with the length of a JSON header (8 bytes, little endian), the header
 (name -> dtype, shape, data_offsets), then the tensors. So the file's size shows an incomplete download.
-
 Source: https://github.com/huggingface/safetensors#format
 """
 

@@ -24,14 +24,10 @@ from gfgen.models.geometry.weight_files import SINGLE_FILE, own_tensors, weight_
 _WEIGHTLESS = re.compile(
     r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
 )
-"""Names of components that are files without weights."""
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
-FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
-    "WanPipeline": ("vae",),
-    "WanImageToVideoPipeline": ("vae",),
-}
+FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {"WanPipeline": ("vae",), "WanImageToVideoPipeline": ("vae",)}
 """By pipeline class, the components that adapters load in fp32 on every device by default."""
 
 EXPERTS = ("transformer", "transformer_2")
@@ -59,7 +55,6 @@ VAE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
-    """The dtypes of the components that differ from the others."""
     dtypes = dict.fromkeys(FP32_ON_DEVICE.get(pipeline_class, ()), "float32")
     return dtypes if vae_dtype == "auto" else {**dtypes, "vae": vae_dtype}
 
@@ -78,8 +73,6 @@ def block_name(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The size of a component."""
-
     fixed: int
     """What always stays on the device."""
     blocks: Mapping[str, int] = field(default_factory=dict)
@@ -100,14 +93,11 @@ class Placement:
     """The streamed blocks of a model; its other weights are on the device."""
 
     streamed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Keys by component."""
     num_buffers: int = NUM_BUFFERS[0]
     streamed_bytes: int = 0
-    """What all of them take in main memory."""
     saved_bytes: int = 0
     """How much less the device holds, with its buffers."""
     takes_patches: bool = True
-    """Whether streamed blocks may have patches."""
     shared: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The streamed blocks that ranks keep for each other (models/streaming/shards.py); main memory has them,
     too."""
@@ -261,7 +251,6 @@ def device_parts(
 
 
 def count_parts(checkpoint: Path) -> Mapping[str, Part]:
-    """Parameters of each component, by block. Raises: ModelError like `weight_files`."""
     return {name: _count(each) for name, each in component_files(checkpoint).items()}
 
 

@@ -77,7 +77,6 @@ def _pair(vae: Any, video_CTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def load_vae(checkpoint: Path) -> Any:
-    """The VAE of a checkpoint in diffusers' format, on the CPU."""
     _, name = json.loads((checkpoint / "model_index.json").read_text())["vae"]
     vae = getattr(diffusers, name).from_pretrained(checkpoint / "vae", torch_dtype=torch.float32)
     return vae.eval()

@@ -48,7 +48,6 @@ _UNUSED = ("lm_head.weight",)
 
 
 LoadPipeline = Callable[..., Any]
-"""`load_pipeline`, or `random_pipeline` with the same parameters."""
 
 
 def load_pipeline(
@@ -63,14 +62,11 @@ def load_pipeline(
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    Blocks that `placing` takes are in host memory until the caller places them; layers of transformers have
-    the scales of their files.
-
-    Components in `own_code` are of classes in the checkpoint's own files, which are run.
-
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
-    On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device weights are copied
-    one by one, so a component needs no main memory beyond the file's pages.
+    Those in `own_code` are of classes in the checkpoint's own files, which are run. Blocks that `placing`
+    takes are in host memory until the caller places them; layers of transformers have the scales of their
+    files. On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device they are
+    copied one by one.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """
@@ -111,7 +107,6 @@ def load_pipeline(
 
 
 def load_component(checkpoint: Path, name: str, *, dtype: torch.dtype) -> Any:
-    """One component of a checkpoint, in host memory."""
     files = component_files(checkpoint)[name]
     with without_progress_bars():
         kind = class_of(files.library, files.class_name)
@@ -159,7 +154,6 @@ def _with_own_code(
 
 
 def class_of(library: str, class_name: str) -> Any:
-    """A class that model_index.json names."""
     module = library if library in ("diffusers", "transformers") else f"diffusers.pipelines.{library}"
     return getattr(importlib.import_module(module), class_name)
 

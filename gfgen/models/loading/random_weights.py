@@ -16,20 +16,25 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import safe_open
 from tokenizers import AddedToken, pre_tokenizers
+from torch import Tensor
 from transformers import AutoConfig, Qwen2Tokenizer, T5Tokenizer
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.weights import has_weights
-from gfgen.models.loading.components import without_progress_bars
+from gfgen.models.geometry.weight_files import is_published
+from gfgen.models.geometry.weights import component_files, has_weights
+from gfgen.models.loading.components import load_component, read_scales, scaled, without_progress_bars
 from gfgen.models.streaming.placing import IN_PLACE, Placing
+from gfgen.system.wording import first_of
 
 WORD_LIST = """
 a an the of in on at with and over under through from to by into is are red orange yellow green blue
@@ -55,7 +60,6 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def t5_tokenizer() -> Any:
-    """A unigram tokenizer of words and characters."""
     return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
 
 
@@ -145,7 +149,6 @@ def random_pipeline(
 
 
 def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.dtype) -> Any:
-    """One component of `random_pipeline`, with the same weights."""
     return _made(read_checkpoint(checkpoint, with_weights=False), name, device=device, dtype=dtype)
 
 
@@ -158,7 +161,6 @@ def draw_weights(model: torch.nn.Module, *, name: str) -> None:
 
 
 def _tables(model: torch.nn.Module) -> Collection[str]:
-    """The names of weights of embeddings."""
     return {
         f"{prefix}.weight".lstrip(".")
         for prefix, module in model.named_modules()
@@ -168,7 +170,8 @@ def _tables(model: torch.nn.Module) -> Collection[str]:
 
 def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
     """Random values for one parameter; its name begins with that of the component."""
-    generator = torch.Generator(parameter.device).manual_seed(_seed(name))
+    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
+    generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
     last = name.rpartition(".")[2]
     if last.endswith("bias"):
         parameter.zero_()
@@ -181,11 +184,6 @@ def draw_weight(parameter: Any, name: str, *, is_table: bool = False) -> None:
     else:
         num_inputs = parameter.numel() // parameter.shape[0]
         parameter.normal_(0, SPREAD / math.sqrt(num_inputs), generator=generator)
-
-
-def _seed(name: str) -> int:
-    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")
 
 
 def _made(
@@ -258,3 +256,53 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# Single weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights that a pipeline of this checkpoint has after loading."""
+
+    checkpoint: Path
+    has_random_weights: bool = False
+
+    def read(
+        self, component: str, wanted: Mapping[str, Any], *, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Weights by name, in shape and dtype of those in `wanted`.
+
+        Weights of files are in host memory. Random ones are drawn on the device, since another device would
+        draw other values. A pickled or single file is loaded as a whole meanwhile.
+
+        Raises: ModelError as `load_component`, and for a weight that the files lack.
+        """
+        if self.has_random_weights:
+            for name, like in wanted.items():
+                weight = torch.empty(like.shape, dtype=like.dtype, device=device)
+                draw_weight(weight, f"{component}.{name}")
+                yield name, weight
+            return
+        files = component_files(self.checkpoint)[component].files
+        if files[0].suffix != ".safetensors" or is_published(files[0]):
+            dtype = next(iter(wanted.values())).dtype
+            weights = dict(load_component(self.checkpoint, component, dtype=dtype).named_parameters())
+            _check_there(f"{files[0]}", wanted.keys() - weights.keys())
+            yield from ((name, weights[name].data.to(like.dtype)) for name, like in wanted.items())
+            return
+        left, scales = set(wanted), read_scales(files)
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(left & set(file.keys())):
+                    left.discard(name)
+                    weight, dtype = file.get_tensor(name), wanted[name].dtype
+                    scale = scales.get(name)
+                    yield name, weight.to(dtype) if scale is None else scaled(weight, scale, dtype=dtype)
+        _check_there(f"{files[0].parent}", left)
+
+
+def _check_there(where: str, lacking: Collection[str]) -> None:
+    if lacking:
+        reason = "the files of the model have changed since it was loaded"
+        raise ModelError(f"{where}: lacks {', '.join(first_of(sorted(lacking), 'weight'))}; {reason}")

@@ -65,7 +65,6 @@ def _make_one(directory: Path, name: str) -> Path:
 
 
 def write_tiny(configs: Path, folder: Path) -> None:
-    """Write a whole checkpoint with random weights from config files."""
     kind = getattr(diffusers, read_checkpoint(configs, with_weights=False).pipeline_class)
     pipeline = random_pipeline(kind, configs, device="cpu", dtype=torch.float32)
     pipeline.save_pretrained(str(folder))

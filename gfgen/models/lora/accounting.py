@@ -11,13 +11,16 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
 from gfgen.job.images import settings_file
+from gfgen.models.geometry.weight_files import read_header
+from gfgen.models.geometry.weights import EXPERTS, component_files, quantisation_in
+from gfgen.system.lifeline import ask_child
 from gfgen.system.wording import counted
 
 SECOND = "transformer_2"
@@ -138,7 +141,6 @@ class Placed:
     component: str
     parts: tuple[str, ...]
     tensors: Mapping[str, str]
-    """Names by kind."""
     parameters: Mapping[str, int]
     """What it changes, without the component, and how many numbers that is."""
     scaling: tuple[float, float] | None = None
@@ -147,17 +149,13 @@ class Placed:
 
 @dataclass(slots=True)
 class Match:
-    """The result of a comparison."""
-
     placed: list[Placed] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
     """Tensors of layers that the models lack."""
     odd: list[str] = field(default_factory=list)
     """Other tensors that fill nothing."""
     missing: list[str] = field(default_factory=list)
-    """Parameters that nothing fills."""
     misshaped: list[str] = field(default_factory=list)
-    """Layers whose tensors have other sizes than the model's."""
     ranks: list[str] = field(default_factory=list)
     """Layers of another rank than the settings say."""
 
@@ -171,7 +169,6 @@ class Match:
         return {f"{one.component}.{name}": n for one in self.placed for name, n in one.parameters.items()}
 
     def what_lacks(self, pipeline: str) -> str | None:
-        """About layers that the models lack."""
         if not self.lacking:
             return None
         tensors = f"{counted(len(self.lacking), 'tensor')} that fill nothing here: {first(self.lacking)}"
@@ -360,3 +357,85 @@ class _Places:
                 if path := self._flattened.get(f"{component}.{layer.removeprefix(beginning)}"):
                     return (path,)
         return None
+
+
+# Fits, before anything is loaded --------------------------------------------------------------------
+# Headers answer for files whose names are those of the model's layers. For others a child process
+# (reading.py) lets diffusers convert the file and compares it with a model without weights.
+
+
+KEPT_FILES = 16
+"""LoRAs whose factors stay on a rank's device; the least recently used goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFit:
+    error: str | None = None
+    """Why it does not fit; the rest is empty then."""
+    changed: Mapping[str, int] = field(default_factory=dict)
+    """By weight, such as "transformer.blocks.0.attn1.to_q.weight": its parameters; 0 if it stays as it is and
+    the change runs beside its layer."""
+    num_factors: int = 0
+    components: Sequence[str] = ()
+    lacking: str | None = None
+    """About the layers that the models lack; they are an error unless a job says that this is right."""
+    warnings: Sequence[str] = ()
+
+    def changed_in(self, target: str | None) -> Mapping[str, int]:
+        """The weights that it changes in one model, or in all."""
+        if target is None:
+            return self.changed
+        return {name: number for name, number in self.changed.items() if name.startswith(f"{target}.")}
+
+
+class LoraFits:
+    """Answers for pairs of a model and a LoRA; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, str], LoraFit] = {}
+
+    def look(self, wanted: Iterable[tuple[Path, str, Path]]) -> None:
+        """Look at pairs of a checkpoint and a LoRA, given by its hash and path, all at once.
+
+        Raises: ModelError when the child process fails.
+        """
+        unclear = dict[tuple[Path, str], Path]()
+        for checkpoint, sha256, path in wanted:
+            if (key := (checkpoint, sha256)) in self._known or key in unclear:
+                continue
+            if (fit := by_headers(checkpoint, path)) is not None:
+                self._known[key] = fit
+            else:
+                unclear[key] = path
+        if unclear:
+            asked = [[str(checkpoint), str(path)] for (checkpoint, _), path in unclear.items()]
+            answers = ask_child("gfgen.models.lora.reading", asked, "LoRAs")
+            self._known |= {key: LoraFit(**found) for key, found in zip(unclear, answers, strict=True)}
+
+    def of(self, checkpoint: Path, sha256: str) -> LoraFit:
+        return self._known[checkpoint, sha256]
+
+
+def by_headers(checkpoint: Path, path: Path) -> LoraFit | None:
+    """The answer if headers show that the LoRA fits; None if the child process has to be asked."""
+    try:
+        entries = read_header(path)
+        files = component_files(checkpoint)
+        for form in (quantisation_in(checkpoint / name) for name in (*EXPERTS, "unet")):
+            if form not in (None, "GGUF"):
+                return LoraFit(error=f"{path}: cannot be merged into a {form} model; give GGUF, bf16 or fp16")
+        components = tuple(name for name in ("transformer", "unet", SECOND) if name in files)
+        weights = {
+            f"{component}.{name}": entry["shape"]
+            for component in components
+            for file in files[component].files
+            for name, entry in read_header(file).items()
+        }
+        settings = Settings.of(path)
+        match = compare({name: entry["shape"] for name, entry in entries.items()}, weights, settings)
+    except (ModelError, KeyError):
+        return None
+    if match.num_problems or not match.placed:
+        return None
+    size = sum(math.prod(entry["shape"]) for entry in entries.values())
+    return LoraFit(None, match.changed, size, components, warnings=match.warnings(settings, entries))

@@ -1,17 +1,12 @@
 """LoRAs merged into the weights of a pipeline's models, and taken out again.
 
 A file's tensors are matched with parameters of the models (reading.py), and each match becomes a change of
-one parameter. Nothing of a file stays in models or loaders, so files do not affect each other. The base
-weights of changed layers are kept on the device, or in host memory where the device has no room for them
-(session/loras.py). A switch writes base weight plus change to the model's weight in place, also where a
-fused block has it as rows of a larger one (weights.py), so recorded forwards stay valid. Layers in 8 bits get
-the sum quantised; their base weights are read from the checkpoint (stored_weights.py) when a LoRA first
-changes them. Nothing is subtracted, so a model without LoRAs has the bits that it was loaded with. Bits do
-not depend on where base weights are. Linear layers of GGUF models keep their weights, and changes run beside
-them: `W x + scale * B (A x)`, as peft computes it without `fuse_lora`.
-
-A linear layer's change is the product of two factors, computed as in `fuse_lora`. On a GPU, one kernel reads
-the base weight once and adds the product (low_rank.py).
+one parameter. The base weights of changed layers are kept on the device, or in host memory where the device
+has no room for them (session/loras.py). A switch writes base weight plus change to the model's weight in
+place, so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that it
+was loaded with. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint when
+a LoRA first changes them. Linear layers of GGUF models keep their weights, and changes run beside them: `W x
++ scale * B (A x)`, as peft computes it without `fuse_lora`.
 
 Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU. Where diffusers
 leaves out what a file's format defines, they equal those of the file rewritten to names that it reads.
@@ -35,11 +30,16 @@ from torch import Tensor, nn
 from gfgen.errors import ModelError
 from gfgen.job.images import lora_sha256
 from gfgen.job.spec import JobSpec, Patch
-from gfgen.models.loading.stored_weights import StoredWeights
-from gfgen.models.lora.accounting import Placed
-from gfgen.models.lora.fit import KEPT_FILES
-from gfgen.models.lora.reading import Content, components_of, read_lora
-from gfgen.models.lora.weights import FixedWeight, QuantisedRows, original_weights
+from gfgen.models.loading.random_weights import StoredWeights
+from gfgen.models.lora.accounting import KEPT_FILES, Placed
+from gfgen.models.lora.reading import (
+    Content,
+    FixedWeight,
+    QuantisedRows,
+    components_of,
+    original_weights,
+    read_lora,
+)
 from gfgen.models.streaming.stream import stream_of
 
 logger = logging.getLogger(__name__)
@@ -133,12 +133,8 @@ class MergedLoras:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a LoRA changes."""
-
     lacking: str | None
-    """About the layers that the models lack."""
     changes: Mapping[str, Sequence[_Change]]
-    """By model."""
     checked: Future[None]
     """Fails if the file that was read is not that of admission."""
 
@@ -253,7 +249,6 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
-        """The rest of the last block."""
 
     def copy_of(self, weight: Tensor, *, is_pinned: bool) -> Tensor:
         num_bytes = -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -341,7 +336,6 @@ _Weight = Tensor | QuantisedRows | FixedWeight
 
 
 def _sum_beside(changes: Sequence[tuple[_Change, float]], x: Tensor, result: Tensor) -> Tensor:
-    """The result of a layer and its changes."""
     total = result
     for change, scale in changes:
         total = total + change.beside(x, scale)

@@ -26,31 +26,26 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel, rehearsal
+from gfgen.models.parallel.parallel import Parallel, held, rehearsal
 from gfgen.models.parallel.plans import Plan, own_plan
 from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
 Evaluate = Callable[[nn.Module, inspect.BoundArguments], Any]
-"""The result of a transformer's forward with these arguments."""
 
 BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
 """Classes with an argument whose batch is in another dimension than the first (a text for each layer)."""
 
 
 def evaluate_itself(transformer: nn.Module, arguments: inspect.BoundArguments) -> Any:
-    """What the transformer returns."""
     return transformer(*arguments.args, **arguments.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A transformer's forward that a step asks for."""
-
     transformer: nn.Module
     arguments: inspect.BoundArguments
     results: dict[object, Any]
-    """What calls of this transformer return, on the device `meta`, by `_form`."""
 
     @property
     def samples(self) -> Any:
@@ -58,7 +53,6 @@ class _Call:
         return next(iter(self.arguments.arguments.values()))
 
     def evaluated(self, start: int, stop: int, evaluate: Evaluate) -> Any:
-        """The result of some of the samples."""
         part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
         if stop - start < len(self.samples):
             self._check_samples()
@@ -78,7 +72,6 @@ class _Call:
             raise ModelError(f"{name} with {found} cannot be shared among two halves of a layout")
 
     def _part(self, value: Any, own: slice) -> Any:
-        """An argument for some of the samples."""
         size = len(self.samples)
         if isinstance(value, Tensor):
             return value[own] if value.dim() and len(value) == size else value
@@ -95,12 +88,11 @@ class _Call:
         """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
-            with _active(None if parallel is None else rehearsal(parallel)), _answering(None):
+            with _active(None if parallel is None else rehearsal(parallel)), held(_ANSWER, None):
                 self.note(evaluate_itself(self.transformer, self.arguments))
         return self.results[form]
 
     def note(self, result: Any) -> None:
-        """Remember the result's shapes."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
             self.results[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
@@ -137,6 +129,7 @@ class _Call:
 _Answer = Callable[[_Call], Any]
 # Per context and so per thread: ranks may be threads around one model.
 _ANSWER: ContextVar[_Answer | None] = ContextVar("answer", default=None)
+"""What calls of watched transformers get; None: their own."""
 
 
 def watch(transformer: nn.Module) -> None:
@@ -162,7 +155,7 @@ def unevaluated() -> Iterator[None]:
         device = _device_of(call.samples)
         return tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), call.result_on_meta(None))
 
-    with _answering(zeros):
+    with held(_ANSWER, zeros):
         yield
 
 
@@ -184,14 +177,14 @@ def shared_step(
     if parallel is None or parallel.cfg.size == 1:
 
         def answer(call: _Call) -> Any:
-            with _active(parallel), _answering(None):
+            with _active(parallel), held(_ANSWER, None):
                 result = evaluate(call.transformer, call.arguments)
             if notes_shapes:
                 call.note(result)
             return result
 
         is_answered = notes_shapes or evaluate is not evaluate_itself
-        with _answering(answer) if is_answered else _active(parallel):
+        with held(_ANSWER, answer) if is_answered else _active(parallel):
             return step()
     calls: list[_Call] = []
 
@@ -203,24 +196,23 @@ def shared_step(
         )
         return _unknown(call.result_on_meta(parallel), _device_of(call.samples))
 
-    with _answering(note):
+    with held(_ANSWER, note):
         step()
     results: list[Any] = []
 
     def reply(call: _Call) -> Any:
         # Here and not before, because the step may prepare the transformers for its calls.
         if calls:
-            with _answering(None):
+            with held(_ANSWER, None):
                 results.extend(_evaluated(calls, parallel, evaluate))
             calls.clear()
         return results.pop(0)
 
-    with _answering(reply):
+    with held(_ANSWER, reply):
         return step()
 
 
 def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -> list[Any]:
-    """The results of all calls."""
     halves, total, first = parallel.cfg, sum(len(call.samples) for call in calls), 0
     bounds = [shard_bounds(total, halves.size, half) for half in range(halves.size)]
     parts: list[tuple[_Call, Any, list[int]]] = []
@@ -239,16 +231,6 @@ def _active(parallel: Parallel | None) -> AbstractContextManager[None]:
     return nullcontext() if parallel is None else active(parallel)
 
 
-@contextmanager
-def _answering(answer: _Answer | None) -> Iterator[None]:
-    """Inside, calls of watched transformers get this answer; None: their own."""
-    token = _ANSWER.set(answer)
-    try:
-        yield
-    finally:
-        _ANSWER.reset(token)
-
-
 def _unknown(result: Any, device: torch.device) -> Any:
     def unknown(x: Tensor) -> Tensor:
         is_number = x.is_floating_point() or x.is_complex()
@@ -258,7 +240,6 @@ def _unknown(result: Any, device: torch.device) -> Any:
 
 
 def _form(arguments: Any) -> object:
-    """What determines the shapes of a result."""
     leaves, structure = tree_flatten(arguments)
     kinds = [
         (x.shape, x.dtype) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x) for x in leaves

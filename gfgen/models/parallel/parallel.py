@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gfgen.gfc.group import Collectives, LayoutGroup
+from gfgen.gfc.group import Collectives, Exchanges, LayoutGroup
+from gfgen.gfc.reshard import Resharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +57,12 @@ def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Paral
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsalGroup:
+class RehearsalGroup(Exchanges):
     """A group as one rank sees it whose other ranks take no part; see `group.Collectives`.
 
     What a shared forward needs before it runs without delay (kernels compiled and loaded) depends on shapes
     alone. So a rank can prepare without the others: exchanges return zeros in the shapes that the others
     would have sent. The results are meaningless.
-
-    Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this rank, D
-    head dimension.
     """
 
     size: int
@@ -70,32 +72,14 @@ class RehearsalGroup:
     def beside(self, max_blocks: int) -> RehearsalGroup:
         return self
 
-    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        return _zeros(x, {dim: sum(sizes) if sizes else x.shape[dim] * self.size})
-
-    def heads_from_tokens(
-        self,
-        *tensors: Tensor,
-        token_sizes: Sequence[int],
-        head_sizes: Sequence[int],
-        in_arena: bool = False,
+    def _move(
+        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
     ) -> tuple[Tensor, ...]:
-        return tuple(_zeros(x, {1: sum(token_sizes), 2: head_sizes[self.slot]}) for x in tensors)
-
-    def gather_tokens(
-        self, *tensors: Tensor, token_sizes: Sequence[int], in_arena: bool = False
-    ) -> tuple[Tensor, ...]:
-        return tuple(_zeros(x, {1: sum(token_sizes)}) for x in tensors)
-
-    def tokens_from_heads(
-        self, x: Tensor, *, token_sizes: Sequence[int], head_sizes: Sequence[int]
-    ) -> Tensor:
-        return _zeros(x, {1: token_sizes[self.slot], 2: sum(head_sizes)})
+        assert resharding is not None
+        return tuple(x.new_zeros(resharding.result_shape(x.shape, self.slot)) for x in tensors)
 
 
 def rehearsal(parallel: Parallel) -> Parallel:
-    """The same step, for this rank alone."""
-
     def alone(ranks: Collectives) -> RehearsalGroup:
         return RehearsalGroup(ranks.size, ranks.slot, ranks.room_bytes)
 
@@ -108,12 +92,14 @@ def rehearsal(parallel: Parallel) -> Parallel:
     )
 
 
-def _zeros(x: Tensor, lengths: dict[int, int]) -> Tensor:
-    """Like x, but for these dimensions."""
-    shape = list(x.shape)
-    for dim, length in lengths.items():
-        shape[dim] = length
-    return x.new_zeros(shape)
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, and on this thread, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 Mark = torch.cuda.Event | None
@@ -122,14 +108,12 @@ Mark = torch.cuda.Event | None
 class Lane:
     """Where the exchanges of one operator run: on a GPU a stream beside the task's, on a CPU in their order.
 
-    A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h).
-    So all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is; the
-    task's stream only computes meanwhile. `beside` makes them wait for earlier work of the task's stream,
-    `join` makes the task's stream wait for them. Both are events, which a captured graph keeps.
+    A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h). So
+    all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is. Both are
+    events, which a captured graph keeps.
 
-    Memory allocated inside `beside` belongs to the lane's stream. Only later work inside a `beside` reuses
-    it, and that waits for all readers that were enqueued before on the task's stream. So keep the memory
-    until its readers are enqueued.
+    Memory allocated inside `beside` belongs to the lane's stream: only later work inside a `beside` reuses
+    it. So keep the memory until its readers are enqueued on the task's stream.
     """
 
     def __init__(self, device: torch.device) -> None:

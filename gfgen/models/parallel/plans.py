@@ -119,19 +119,15 @@ LIKE_FLUX = Plan(
 
 PLANS: Mapping[str, Plan] = {
     "CogVideoXTransformer3DModel": Plan(
-        {
-            "": {"image_rotary_emb": Cut(0)},
-            "transformer_blocks.0": BOTH,
-            "proj_out": OUT,
-        },
+        {"": {"image_rotary_emb": Cut(0)}, "transformer_blocks.0": BOTH, "proj_out": OUT},
         {"transformer_blocks.*.attn1": JOINT},
     ),
     "FluxTransformer2DModel": Plan(
-        {"": {"controlnet_block_samples": Cut(1), "controlnet_single_block_samples": Cut(1)}},
+        {"": {"controlnet_block_samples": Cut(1), "controlnet_single_block_samples": Cut(1)}}
     ),
     # Its attention with a cache of reference tokens is not marked as one to share.
     "Flux2Transformer2DModel": Plan(
-        {"": {"img_ids": Cut(-2), "txt_ids": Cut(-2), "kv_cache_mode": Refused()}},
+        {"": {"img_ids": Cut(-2), "txt_ids": Cut(-2), "kv_cache_mode": Refused()}}
     ),
     # The class gathers the tokens behind each attention and feed-forward.
     "HeliosTransformer3DModel": Plan(
@@ -173,10 +169,7 @@ PLANS: Mapping[str, Plan] = {
             "cross_attn_rope": {0: Cut(-2), 1: Cut(-2)},
             "proj_out": OUT,
         },
-        {
-            "transformer_blocks.*.attn1": PICTURE,
-            "transformer_blocks.*.video_to_audio_attn": KEYS + PICTURE,
-        },
+        {"transformer_blocks.*.attn1": PICTURE, "transformer_blocks.*.video_to_audio_attn": KEYS + PICTURE},
         replaces_class=True,
     ),
     # The text's refiner is in front of the cut.
@@ -253,7 +246,6 @@ def plan_of(transformer: nn.Module) -> Plan:
 
 
 def own_plan(transformer: nn.Module) -> Plan | None:
-    """The entry of `PLANS` for a transformer's class."""
     classes = (each.__name__ for each in type(transformer).__mro__)
     return next((PLANS[name] for name in classes if name in PLANS), None)
 

@@ -1,11 +1,8 @@
 """Sequence parallelism over unmodified diffusers transformers, without a process group.
 
 `hooks.install` prepares a transformer once. Inside `with active(parallel)` its hooks cut tokens for this
-rank's slot; outside, and on other threads, they do nothing. Attentions that are to be shared go through one
-operator here (shared_attention.py).
-
-Every cut follows from global shapes (`layout.shard_bounds`): shards may be uneven, nothing is padded, and
-ranks never exchange sizes.
+rank's slot, by global shapes alone (`layout.shard_bounds`); shards may be uneven, and nothing is padded.
+Attentions that are to be shared go through one operator here (shared_attention.py).
 
 Legend: B batch, L tokens of this rank, H heads, D head dimension.
 Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_parallelism.
@@ -14,8 +11,7 @@ Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_paralleli
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +23,11 @@ from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.chunked_attention import Attend
 from gfgen.models.parallel.counted_attention import counted_attention
 from gfgen.models.parallel.fp8_attention import E4M3, fp8_attention
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Parallel, held
 from gfgen.models.parallel.plans import ALL, KEYS, TEXT
-from gfgen.models.parallel.shared_attention import attention_to_shards, shared_attention
+from gfgen.models.parallel.shared_attention import Attend, attention_to_shards, shared_attention
 
 
 @dataclass(slots=True)
@@ -48,7 +43,6 @@ class Sharing:
 
     @property
     def ranks(self) -> Collectives:
-        """All ranks that share the tokens."""
         return self.parallel.sequence
 
     def positions_L(self, length: int) -> torch.Tensor:
@@ -70,8 +64,7 @@ class Sharing:
 _SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 
 
-@contextmanager
-def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterator[None]:
+def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> AbstractContextManager[None]:
     """Inside, the ranks of one branch share the forwards of transformers with hooks.
 
     All of these ranks make the same forwards. Each gives the whole inputs and gets the whole outputs, with
@@ -79,11 +72,7 @@ def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterato
     slot_1: an int64 tensor that holds this rank's slot among those that share tokens, for forwards that are
     recorded in one slot and replayed in another one.
     """
-    token = _SHARING.set(Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
-    try:
-        yield
-    finally:
-        _SHARING.reset(token)
+    return held(_SHARING, Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
 
 
 def sharing_ranks() -> Collectives | None:

@@ -3,7 +3,7 @@
 The ranks of a guidance branch are numbered by slot. Consecutive slots form the Ulysses groups; ranks at the
 same position of each group form a ring. Inside a group, ranks exchange tokens for heads. Then the ranks of
 a ring hold the same heads of different tokens, and each attends from its group's queries to the keys of all
-groups (ring_attention.py). Either degree may be 1.
+groups. Either degree may be 1.
 
 Within a group, keys are in the order of slots (in fused joint attention: picture 0, text 0, picture 1,
 ...). In a ring, they are in the order of groups, starting with the own group. Attention does not depend on
@@ -15,29 +15,21 @@ Source: USP (arXiv 2405.07719).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from gfgen.errors import LayoutError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
-from gfgen.models.parallel.chunked_attention import (
-    Attend,
-    ChunkedAttention,
-    TokenSizes,
-    best_num_chunks,
-    head_chunks,
-)
-from gfgen.models.parallel.fp8_attention import like_query
-from gfgen.models.parallel.parallel import Lane, Parallel
-from gfgen.models.parallel.ring_attention import (
-    Partial,
-    attend_with_lse,
-    merged,
-    ring_attention,
-    start_ring,
-)
+from gfgen.layout import shard_bounds
+from gfgen.models.parallel.fp8_attention import E4M3, like_query, opened
+from gfgen.models.parallel.parallel import Lane, Mark, Parallel
 
 
 def shared_attention(
@@ -143,9 +135,320 @@ def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
 
 
 def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
-    """Whether the exchanges of each chunk of heads fit in a bank."""
     num_heads, degree = query.shape[2], parallel.ulysses.size
     longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
     head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
     needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
     return all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed)
+
+
+# Chunks of heads ------------------------------------------------------------------------------------
+# The exchange of one chunk overlaps the attention of another: for exchanges whose results do not fit in a
+# bank, and for shapes that are faster so. Two banks are enough for any number of chunks: every exchange here
+# returns fresh memory, which its kernel fills from the arena before it ends, and a rank's exchanges never
+# overlap each other. In the arena a peer may overwrite chunk i with chunk i + 2 as soon as this rank has
+# begun to push i + 1. Source: Torus attention of StreamFusion, inside one machine.
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention on one rank: query, key, value [B, L, H, D] and a mask -> [B, L, H, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSizes:
+    """Tokens of every shard by slot of the sequence, and as Ulysses groups and rings join them."""
+
+    by_slot: tuple[int, ...]
+    ulysses_degree: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Tokens of each Ulysses group, by position in the ring."""
+        step = self.ulysses_degree
+        return tuple(sum(self.by_slot[at : at + step]) for at in range(0, len(self.by_slot), step))
+
+    def in_group(self, ring_idx: int) -> tuple[int, ...]:
+        """Tokens of the ranks of one Ulysses group."""
+        start = ring_idx * self.ulysses_degree
+        return self.by_slot[start : start + self.ulysses_degree]
+
+
+CHUNK_BLOCKS = 32
+"""Blocks of an exchange during attention: a quarter of an H200's multiprocessors."""
+
+
+def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
+    """How many chunks are fastest where memory does not ask for more: one but for one kind of attention.
+
+    On 4 H200 two chunks of 9,216 tokens of one sample took 568 us, one took 611. For other sequences from
+    1,024 to 27,280 tokens on 2 to 4 ranks one was fastest: attention to half of the heads leaves more of the
+    device idle than the exchange does (benchmarks/results/2026-11-20-attention.md).
+    """
+    return 2 if device.type == "cuda" and ulysses_degree == 4 and 9_000 <= num_tokens < 10_000 else 1
+
+
+class _Chunk(NamedTuple):
+    """Some heads of the group's tokens, and of all keys where there is a ring."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mark: Mark
+    arriving: Arriving | None
+
+
+def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int, int]]:
+    """First and one-past-last head of each chunk; at most `num_chunks`.
+
+    Chunks are multiples of the degree, so that all ranks get equally many heads. The last one also has the
+    rest.
+    """
+    rows = num_heads // degree
+    count = max(1, min(num_chunks, rows))
+    bounds = [shard_bounds(rows, count, idx) for idx in range(count)]
+    chunks = [(start * degree, stop * degree) for start, stop in bounds]
+    chunks[-1] = (chunks[-1][0], num_heads)
+    return chunks
+
+
+class ChunkedAttention:
+    """One shared attention, chunk by chunk.
+
+    Order on the lane of every rank: chunk 0 in, 1 in, [attention 0] 0 out, 2 in, [attention 1] 1 out, ...
+    Exchanges that overlap no attention use the whole device, the others a part of it.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        parallel: Parallel,
+        sizes: TokenSizes,
+        attend: Attend,
+        scale: float | None,
+    ) -> None:
+        self._inputs, self._mask = (query, key, value), mask
+        self._parallel, self._sizes = parallel, sizes
+        self._attend, self._scale = attend, scale
+        self._tokens = sizes.in_group(parallel.ring.slot)
+        self._lane = Lane(query.device)
+
+    def run(self, chunks: Sequence[tuple[int, int]]) -> Tensor:
+        """[B, L, H, D], fresh memory."""
+        query = self._inputs[0]
+        result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        fetched = [self._fetch(*chunks[0], is_alone=True)]
+        parts = []  # kept until the join: the lane reads them, and the task's stream reads what was fetched
+        for idx, (start, stop) in enumerate(chunks):
+            is_last = idx + 1 == len(chunks)
+            if not is_last:
+                fetched.append(self._fetch(*chunks[idx + 1], is_alone=False))
+            parts.append(like_query(self._attend_to(fetched[idx]), query))
+            with self._lane.beside():
+                result[:, :, start:stop] = self._returned(parts[idx], stop - start, is_alone=is_last)
+        self._lane.join(self._lane.mark())
+        return result
+
+    def _fetch(self, start: int, stop: int, *, is_alone: bool) -> _Chunk:
+        ulysses, ring = self._parallel.ulysses, self._parallel.ring
+        tensors = tuple(x[:, :, start:stop] for x in self._inputs)
+        mark: Mark = None
+        if ulysses.size > 1:
+            with self._lane.beside():
+                tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
+                    *tensors, token_sizes=self._tokens, head_sizes=shard_sizes(stop - start, ulysses.size)
+                )
+            mark = self._lane.mark()
+        query, key, value = tensors
+        arriving = None
+        if ring.size > 1:
+            # The lane keeps its order: this comes after the exchange above without a join.
+            arriving = start_ring(
+                key, value, ring=ring, block_sizes=self._sizes.blocks, lane=self._lane, in_arena=False
+            )
+        return _Chunk(query, key, value, mark, arriving)
+
+    def _attend_to(self, chunk: _Chunk) -> Tensor:
+        self._lane.join(chunk.mark)
+        if chunk.arriving is None:
+            return self._attend(chunk.query, chunk.key, chunk.value, self._mask)
+        return ring_attention(
+            chunk.query,
+            (chunk.key, chunk.value),
+            chunk.arriving,
+            self._mask,
+            lane=self._lane,
+            scale=self._scale,
+        )
+
+    def _sparing(self) -> Collectives:
+        """The Ulysses group, for exchanges during attention."""
+        return self._parallel.ulysses.beside(CHUNK_BLOCKS)
+
+    def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:
+        ulysses = self._parallel.ulysses
+        if ulysses.size == 1:
+            return part
+        return (ulysses if is_alone else self._sparing()).tokens_from_heads(
+            part, token_sizes=self._tokens, head_sizes=shard_sizes(num_heads, ulysses.size)
+        )
+
+
+# Rings ----------------------------------------------------------------------------------------------
+# Each rank keeps its queries. One exchange pushes the keys and values of the other ranks of the ring into its
+# arena while it attends to its own keys; then it attends to the others. The own keys come first, then those
+# of the next slots: the order follows from the slot alone, and a captured graph, which knows no slot, finds
+# the own keys at the same place in all slots. Source: Ring Attention (arXiv 2310.01889); the merge is that of
+# FlashAttention's blocks (2205.14135).
+
+
+BESIDE_RULES = ((14_000, 32), (0, 64))
+"""(least number of tokens, blocks) of an exchange during attention, whose work grows faster than the
+exchange's. On 4 H200 in rings of 4: 9,216 tokens 952 us with 32 blocks, 713 with 64, 768 with all;
+18,480 tokens 2323, 2355 and 2533."""
+
+_BIAS_ALIGNMENT = 16
+"""Items: rows of a bias for the efficient kernels begin at multiples of it."""
+
+
+class Arriving(NamedTuple):
+    """Keys and values of a whole ring [B, S, H, D], the own ones first; complete at the mark."""
+
+    key: Tensor
+    value: Tensor
+    mark: Mark
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys: `out` [B, L, H, D], and `lse` [B, H, L], -inf where all are masked."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def start_ring(
+    key: Tensor, value: Tensor, *, ring: Collectives, block_sizes: Sequence[int], lane: Lane, in_arena: bool
+) -> Arriving:
+    """Start to gather the ring's keys and values during what follows.
+
+    in_arena: the caller issues the attention to them before any other exchange of the ring.
+    Shapes: key, value [B, L, H, D] with any strides.
+    """
+    with lane.beside():
+        num_blocks = next(blocks for least, blocks in BESIDE_RULES if sum(block_sizes) >= least)
+        sparing = ring.beside(num_blocks)
+        keys, values = sparing.gather_tokens(key, value, token_sizes=block_sizes, in_arena=in_arena)
+    return Arriving(keys, values, lane.mark())
+
+
+def ring_attention(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    arriving: Arriving,
+    mask: Tensor | None,
+    *,
+    lane: Lane,
+    scale: float | None,
+) -> Tensor:
+    """Attention to all keys of the ring; the mask is in the order in which they arrive.
+
+    Shapes: query [B, L, H, D], mask bool [B, 1, 1, S] or None -> [B, L, H, D], fresh memory.
+    """
+    length = own[0].shape[1]
+    own_mask, other_mask = (None, None) if mask is None else (mask[..., :length], mask[..., length:])
+    first = attend_with_lse(query, *own, own_mask, scale=scale)
+    lane.join(arriving.mark)
+    others = arriving.key[:, length:], arriving.value[:, length:]
+    return merged((first, attend_with_lse(query, *others, other_mask, scale=scale)))
+
+
+def merged(parts: Sequence[Partial]) -> Tensor:
+    """Attention to all keys, from attentions to some of them; in fp32 at least; 0 where all are masked."""
+    lse_NBHL = torch.stack([part.lse for part in parts])
+    # A column of only -inf has no softmax: all its keys are masked.
+    weights = torch.softmax(lse_NBHL, 0).nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
+    total = parts[0].out * weights[0]
+    for part, weight_BLH1 in zip(parts[1:], weights[1:], strict=True):
+        total = torch.addcmul(total, part.out, weight_BLH1)
+    return total.to(parts[0].out.dtype)
+
+
+def attend_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None = None
+) -> Partial:
+    """Attention to these keys alone, by the kernel that torch itself would choose.
+
+    A block of keys may be empty or completely masked: its part then has no weight.
+    In fp8 (fp8_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
+    Shapes: query [B, L, H, D], key and value [B, S, H, D], mask bool [B, 1, 1, S] or None.
+    """
+    if query.dtype == E4M3:
+        query, key, value = opened(query, key, value, torch.bfloat16)
+    batch, length, heads, _ = query.shape
+    if key.shape[1] == 0:
+        nothing = query.new_full((batch, heads, length), -math.inf, dtype=_exact(query.dtype))
+        return Partial(torch.zeros_like(query), nothing)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if mask is None:
+        out, lse = _fused(q, k, v, None, scale)
+        return Partial(out.transpose(1, 2), lse)
+    # Kernels differ in their results for a row without keys, so they never get one.
+    is_closed_B111 = ~mask.any(dim=-1, keepdim=True)
+    out, lse = _fused(q, k, v, _bias(mask | is_closed_B111, query.dtype), scale)
+    return Partial(out.transpose(1, 2), lse.masked_fill(is_closed_B111[..., 0], -math.inf))
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """(output [B, H, L, D], log-sum-exp [B, H, L])."""
+    ops = torch.ops.aten
+    choice = _choice(q, k, v, bias, scale)
+    if choice == SDPBackend.MATH:
+        return _exactly(q, k, v, bias, scale)
+    if q.device.type == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+    elif choice == SDPBackend.CUDNN_ATTENTION and bias is None:
+        found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
+    elif choice == SDPBackend.FLASH_ATTENTION and bias is None:
+        found = ops._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+    else:
+        whole = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+        found = ops._scaled_dot_product_efficient_attention(q, k, v, whole, True, scale=scale)
+    out, lse = found[0], found[1]
+    # cuDNN's has a further dimension of one, and the efficient kernels' is padded along L.
+    return out, lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
+
+
+def _choice(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> SDPBackend:
+    """What `scaled_dot_product_attention` would choose; not a fused kernel where it would pad heads first."""
+    if q.device.type == "cuda" and q.shape[-1] % 8 != 0:
+        return SDPBackend.MATH
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=bias, scale=scale))
+
+
+def _exactly(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Without a fused kernel: all scores at once, in fp32 at least."""
+    dtype = _exact(q.dtype)
+    scores = q.to(dtype) @ k.to(dtype).transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
+    if bias is not None:
+        scores = scores + bias
+    lse = torch.logsumexp(scores, dim=-1)
+    return (torch.exp(scores - lse[..., None]) @ v.to(dtype)).to(q.dtype), lse
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is open and -inf elsewhere; rows begin at aligned addresses."""
+    length = mask.shape[-1]
+    padded = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
+    bias = torch.zeros(*mask.shape[:-1], padded, dtype=dtype, device=mask.device)[..., :length]
+    return bias.masked_fill_(~mask, -math.inf)

@@ -1,21 +1,13 @@
 """One decode on several ranks: each makes the pixels of its own band of rows.
 
-The latents' rows are cut into bands, by slot. Nearly all layers of a causal video VAE work on one position
-at a time. The others get data from other ranks, through hooks on unmodified diffusers modules, which do
-nothing if no decode is shared:
+The latents' rows are cut into bands, by slot. Nearly all layers of a causal video VAE work on one position at
+a time. The others get data from other ranks, through hooks on unmodified diffusers modules, which do nothing
+if no decode is shared: convolutions of 3 rows get the row above a band and the one below it, and the middle
+attention the keys and values of all bands. On a GPU causal_vae.py computes all this itself (`present_bands`).
 
-    convolutions of 3 rows    the row above a band and the row below it, from the neighbours
-    middle attention          the keys and values of all bands
-
-On a GPU causal_vae.py computes all this itself, with `present_bands`.
-
-Upsampling repeats rows, so a band stays a band and grows by the same factor on every rank. The decoder's
-cache of earlier frames holds the own band only.
-
-Rows are fetched at every convolution. To compute them instead, a rank would need 14 rows of latents
-on either side of its band behind the middle attention (8 before the first upsampling, half as many
-behind it, and so on), and 4 ranks have 11 rows each of a picture of 704: it would do most of the
-others' work.
+Upsampling repeats rows, so a band grows by the same factor on every rank. Rows are fetched at every
+convolution: to compute them, a rank would need 14 rows of latents on either side of its band behind the
+middle attention, and 4 ranks have 11 rows each of a picture of 704.
 
 Legend: B batch, C channels, T H W frames, rows, columns; L own, S all places of one frame.
 Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.
@@ -24,8 +16,7 @@ Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +29,7 @@ from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.parallel import Parallel, held
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ _BANDS: ContextVar[_Bands | None] = ContextVar("bands", default=None)
 
 
 def present_bands() -> _Bands | None:
-    """The ranks that share the current decode, if any do."""
     return _BANDS.get()
 
 
@@ -119,7 +109,7 @@ def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> t
     assert not vae.use_tiling, "a shared decode is no tiled one"
     start, stop = shard_bounds(num_rows, ranks.size, ranks.slot)
     band_BCTHW = latents_BCTHW[:, :, :, start:stop].contiguous()
-    with _active(_Bands(ranks, shard_sizes(num_rows, ranks.size))):
+    with held(_BANDS, _Bands(ranks, shard_sizes(num_rows, ranks.size))):
         pixels = _decoded(vae, band_BCTHW)
     return pixels, start * (pixels.shape[3] // (stop - start))
 
@@ -132,15 +122,6 @@ def _decoded(vae: Any, latents_BCTHW: Tensor) -> Tensor:
         vae.clear_cache()
         raise
     return pixels
-
-
-@contextmanager
-def _active(bands: _Bands) -> Iterator[None]:
-    token = _BANDS.set(bands)
-    try:
-        yield
-    finally:
-        _BANDS.reset(token)
 
 
 # Causal convolutions, which pad for themselves, and attention --------------------------------------

@@ -20,21 +20,23 @@ from tqdm import tqdm
 from gfgen.errors import ModelError
 from gfgen.job.images import is_video, takes_frames
 from gfgen.job.spec import JobSpec
+from gfgen.job.weighted import Parts, weighted
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
-from gfgen.models.families.outputs import (
+from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
+from gfgen.models.families.solver import (
+    NUM_SCHEDULERS,
     can_extrapolate,
     carry_outputs,
     catching,
     extrapolated,
     giving,
     keep_outputs,
+    scheduler_like,
     watch_scheduler,
 )
-from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
-from gfgen.models.families.solver import NUM_SCHEDULERS, scheduler_like
 from gfgen.models.fast import compiled, stop_checks
-from gfgen.models.fast.cut_texts import cut_texts
+from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
 from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.fast.kernels import KernelChoice, using
@@ -42,15 +44,13 @@ from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.geometry.weights import component_dtypes
-from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline
+from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline, without_warnings
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.stepping.channels_last import channels_last
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import changes_in_calls, pack, parts_of, unpack
-from gfgen.models.stepping.weighted import with_embeddings
 from gfgen.models.streaming.turns import present_place, streams
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,6 @@ DEFAULT_SOUND_RATE = 24_000
 
 
 class PipelineAdapter(Adapter):
-    """Executors of one checkpoint; see `families.adapter.Adapter`."""
-
     def __init__(
         self, geometry: PipelineGeometry, pipeline: Any, *, device: str, kernels: KernelChoice = "own"
     ) -> None:
@@ -125,7 +123,6 @@ class PipelineAdapter(Adapter):
     def _with_outputs(
         self, iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None
     ) -> Fields:
-        """The latents after an iteration of the loop, with the outputs that its schedulers got."""
         caught: list[torch.Tensor] = []
 
         def afresh() -> Fields:  # two halves of a layout run an iteration twice
@@ -212,7 +209,6 @@ class PipelineAdapter(Adapter):
             return WholeCall(pipeline, device=self._device)
 
     def arguments(self, spec: JobSpec) -> dict[str, Any]:
-        """The arguments of the pipeline's call for a job, with its files loaded."""
         arguments = self._signature.arguments_for(spec)
         colours = {"background": spec.background, "has_alpha": self.geometry.has_alpha}
         if spec.image is not None:
@@ -329,7 +325,6 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
 
 
 def _settings(pipeline: Any) -> set[str]:
-    """Arguments of a pipeline's constructor that are no components."""
     return set(pipeline._get_signature_keys(pipeline)[1])
 
 
@@ -383,3 +378,39 @@ def _flat(value: Any) -> list[Any]:
         return list(pictures.reshape(-1, *pictures.shape[-3:]))
     array = np.asarray(value)
     return list(array.reshape(-1, *array.shape[-3:]))
+
+
+@torch.no_grad()
+@without_warnings()
+def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str) -> dict[str, Any]:
+    """The arguments of a call with embeddings in place of its texts."""
+    from compel import Compel, ReturnedEmbeddingsType  # seconds that only such jobs pay
+
+    kind = ReturnedEmbeddingsType.LAST_HIDDEN_STATES_NORMALIZED
+    if is_large := getattr(pipeline, "text_encoder_2", None) is not None:
+        kind = ReturnedEmbeddingsType.PENULTIMATE_HIDDEN_STATES_NON_NORMALIZED
+    texts = {"": arguments["prompt"], "negative_": arguments.get("negative_prompt")}
+    if is_large and texts["negative_"] is None and pipeline.config.get("force_zeros_for_empty_prompt"):
+        del texts["negative_"]  # the call makes zeros
+    parts = [weighted(text or "") for text in texts.values()]
+    options = {"returned_embeddings_type": kind, "truncate_long_prompts": False, "device": device}
+    makers = []  # new for each job: they keep an embedding, which LoRAs change
+    for end in ("", "_2"):
+        if (encoder := getattr(pipeline, f"text_encoder{end}", None)) is not None:
+            makers.append(Compel(getattr(pipeline, f"tokenizer{end}"), encoder, **options))
+    embeds: Any = torch.cat([_embeddings(maker, parts) for maker in makers], dim=-1)
+    made = dict(zip((f"{name}prompt_embeds" for name in texts), embeds.split(1), strict=True))
+    for name, each in zip(texts, parts, strict=True) if is_large else ():
+        plain = " ".join(text for part in each for text, _ in part)
+        provider = makers[-1].conditioning_provider
+        made[f"{name}pooled_prompt_embeds"] = provider.get_pooled_embeddings([plain], device=device)
+    return {name: arguments[name] for name in arguments if name not in ("prompt", "negative_prompt")} | made
+
+
+def _embeddings(maker: Any, texts: list[Parts]) -> torch.Tensor:
+    """[texts, tokens, channels]; all as long as the longest."""
+    from compel.prompt_parser import Conjunction, FlattenedPrompt
+
+    prompts = (Conjunction([FlattenedPrompt(part) for part in parts]) for parts in texts)
+    made = [maker.build_conditioning_tensor_for_conjunction(prompt)[0] for prompt in prompts]
+    return torch.cat(maker.pad_conditioning_tensors_to_same_length(made))

@@ -42,8 +42,6 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one small job."""
-
     job: JobSpec
     num_iterations: int
     problem: str | None
@@ -175,7 +173,6 @@ def _file(name: str, folder: Path) -> str | list[str]:
 
 
 def _where(error: BaseException) -> str:
-    """The error and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{in_one_line(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
 

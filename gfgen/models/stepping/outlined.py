@@ -29,7 +29,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.geometry.schedulers import max_text_tokens
+from gfgen.models.geometry.rules import max_text_tokens
 from gfgen.models.geometry.weights import components_of
 from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
@@ -97,7 +97,6 @@ def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int]]]]:
-    """Notes of each tokenizer's calls inside: the text before the prompt, and the tokens that it keeps."""
     parts, whole = pipeline.components.items(), PreTrainedTokenizerBase.__call__
     names = {id(part): name for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
     found: dict[str, list[tuple[str, int]]] = {name: [] for name in names.values()}

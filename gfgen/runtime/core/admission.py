@@ -13,7 +13,7 @@ from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.schedulers import evaluations_key
+from gfgen.models.geometry.rules import evaluations_key
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker.entry:main", "cuda": "gfgen.runtime.worker.gpu:main"}
 _PROGRAMS = ("gfgen.runtime.worker.entry", "gfgen.runtime.files.writer")
 PRELOADS = {
-    "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
+    "cpu": (*_PROGRAMS, "gfgen.models.families.flow_adapter"),
     "cuda": _PROGRAMS,
 }
 """By device: what the fork server imports before it forks the first process. Ranks on GPUs import diffusers

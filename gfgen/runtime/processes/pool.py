@@ -192,7 +192,7 @@ class WorkerPool:
             yield from self._lose(child)
             return
         message, fds = received
-        changes, copies = child.hear(message), self._launcher.host_copies
+        changes = child.hear(message)
         if isinstance(child, RankProcess):
             match message:
                 case messages.PeerReplaced():
@@ -202,6 +202,7 @@ class WorkerPool:
             if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
                 if self.needed and not any(each.is_to_load or each.phase in STARTS for each in self.living):
+                    copies = self._launcher.host_copies
                     for path in copies.keys() - self.models.checkpoints - self.needed():  # nobody maps it
                         mmap.mmap(copies[path].fileno(), 0).madvise(mmap.MADV_REMOVE)
         yield child, message

@@ -17,7 +17,7 @@ import torch
 from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.weights import WHOLE
-from gfgen.models.loading.stored_weights import StoredWeights
+from gfgen.models.loading.random_weights import StoredWeights
 from gfgen.models.streaming.shards import Island
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady

@@ -18,7 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from gfgen.errors import OutputError
-from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_responses, routes_server
+from gfgen.server.http import (
+    routes_a1111,
+    routes_batches,
+    routes_images,
+    routes_jobs,
+    routes_responses,
+    routes_server,
+)
 from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
@@ -28,7 +35,7 @@ from gfgen.server.protocol.problems import ApiError, invalid, responses
 logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
-_MODULES = (routes_jobs, routes_images, routes_responses, routes_batches, routes_server)
+_MODULES = (routes_jobs, routes_images, routes_responses, routes_batches, routes_server, routes_a1111)
 _ROUTERS = [router for module in _MODULES for router in module.ROUTERS]
 _ROUTES = [route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
@@ -56,11 +63,14 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
+    app.state.a1111_models = {}  # that each key has chosen
     for router in _ROUTERS:
+        if router is routes_a1111.router and not service.api.a1111:
+            continue
         app.include_router(router)
-    for route in _ROUTES:
-        if "GET" in _methods(route):  # not in the OpenAPI document, which would have each twice
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+        for route in router.routes:
+            if isinstance(route, APIRoute) and "GET" in _methods(route):  # not in the document, as twice
+                app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
     if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
         own = urlsplit(service.api.public_url or "").hostname or "localhost"

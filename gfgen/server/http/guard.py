@@ -1,6 +1,7 @@
 """Access control and body limits for every path.
 
-API key         `Authorization: Bearer KEY`, `api-key: KEY` or the page's cookie; wrong keys wait
+API key         `Authorization: Bearer KEY`, Basic with KEY as its password, `api-key: KEY` or the page's
+                cookie; wrong keys wait
 request id      X-Request-ID of the client, or a new one, in every response and the access log
 cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); two Host headers
                 are refused, because a proxy may have looked at the other one
@@ -10,6 +11,8 @@ bodies          a limit on their size; slow clients belong to a proxy
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -117,7 +120,7 @@ class RequestGuard:
         if not self._keys.is_needed or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
             return Access()
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = [key.strip() if kind.lower() == "bearer" else "", headers.get("api-key", "").strip()]
+        given = [_given_key(kind.lower(), key.strip()), headers.get("api-key", "").strip()]
         found = next(filter(None, map(self._keys.by_key, filter(None, given))), None)
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         found = found or self._keys.by_cookie(cookie) or self._by_signature(scope)
@@ -195,6 +198,14 @@ class _Secured:
         await self._send(message)
         if self._is_head:
             await self._send({"type": "http.response.body", "body": b""})
+
+
+def _given_key(kind: str, text: str) -> str:
+    """The key of an Authorization header; clients of A1111 send it as the password of Basic."""
+    if kind == "basic":
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(text, validate=True).decode().partition(":")[2]
+    return text if kind == "bearer" else ""
 
 
 def _request_id(headers: Headers) -> str:

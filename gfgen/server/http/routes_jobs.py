@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from gfgen.job.fields import FIELDS
+from gfgen.job.recipes import recipes
 from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
 from gfgen.server.http.guard import Access
 from gfgen.server.http.streams import STREAM, job_stream
@@ -126,11 +128,12 @@ async def get_job(service: Service, job_id: JobId) -> Response:
 
 @jobs.get("/{job_id}/line", responses=responses(400, 404), summary="Get a job as a line of a job file")
 async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
-    """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` stands for the files
-    of a job that had some: give them again."""
-    had_files = _stored(service, job_id).facts.input_file is not None
-    spec = service.store.spec(job_id) | ({"image": "image.png"} if had_files else {})
-    return {name: spec[name] for name in (*schemas.JobRequest.names, "image") if name in spec}
+    """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` and `files` stand for
+    the files of a job that had some: give them again."""
+    spec = service.store.spec(_stored(service, job_id).facts.id)
+    spec |= {"image": "image.png"} if "image_sha256" in spec else {}
+    spec |= [("recipe", name) for name in recipes() if FIELDS["recipe"].parse(name) == spec.get("recipe")]
+    return {name: spec[name] for name in (*schemas.JobRequest.names, "image", "files") if name in spec}
 
 
 @jobs.put("/{job_id}/favourite", response_model=schemas.Job, responses=_KEEP, summary="Mark a favourite")

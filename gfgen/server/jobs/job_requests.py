@@ -27,6 +27,7 @@ from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, drawn, later_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
+from gfgen.server.protocol.a1111_schemas import A1111Request
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import (
     NO_PATHS,
@@ -124,7 +125,7 @@ def video_job(
 
 
 def image_jobs(
-    request: picture_schemas.ImageRequest | picture_schemas.ChatRequest,
+    request: picture_schemas.ImageRequest | picture_schemas.ChatRequest | A1111Request,
     *,
     pictures: Sequence[bytes] = (),
     mask: bytes | None = None,
@@ -141,6 +142,11 @@ def image_jobs(
         return takes_image and (mask is None or model.mask_argument is not None)
 
     model = chosen_model(job.get("model"), models, kind="image", takes=takes)
+    if pictures and model.takes_image == "no":
+        able = ", ".join(each.id for each in models if each.kind == model.kind and takes(each))
+        then = f"name {able}" if able else "serve an image-to-image pipeline as well (--model)"
+        reason = f"model {model.id} makes pictures from text only; {then}"
+        raise ApiError(422, f"{words.get('image', 'image')}: {reason}", param=words.get("image", "image"))
     if is_several and not model.takes_several:
         raise ApiError(422, f"image: model {model.id} takes one, not {len(pictures)}", param="image")
     if mask is not None and model.mask_argument is None:

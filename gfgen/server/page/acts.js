@@ -31,9 +31,9 @@ export class Acts {
     showStar(star, job.favourite);
     const first = button("Another seed", () => this.#another(job, left));
     const use = button("Use again", async () => {
-      const whole = await complete(job);
+      const line = await this.#line(job);
       left();
-      this.#form.fill(whole);
+      this.#form.fill(line);
     });
     const start = button("Use as start image", async () => {
       await this.#start(job);
@@ -52,12 +52,12 @@ export class Acts {
     say(isNow ? `Favourite: ${job.prompt}` : `No favourite: ${job.prompt}`);
   }
 
-  /** Submit the same job without its seed; one with a start image, which the server has removed, goes to the form. */
+  /** Submit the same job without its seed; one with files, which the server has removed, goes to the form. */
   async #another(job, left) {
     const { seed, ...line } = await this.#line(job);
-    if (line.image) {
+    if (line.image || line.files) {
       left();
-      return this.#form.fill(await complete(job), "Choose its start image again, and change the seed.");
+      return this.#form.fill(line);
     }
     const made = parse(await (await ask("POST", "/v1/jobs", { json: line, key: newKey() })).text());
     this.#form.accepted([made]);

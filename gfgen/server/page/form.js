@@ -9,8 +9,10 @@ const SHOWN = ["prompt", "model", "recipe", "size", "frames", "fps", "steps", "g
 const FIELDS = [...SHOWN, "priority", "negative_prompt", "tag"];
 const MOST_TEXTS = 100; // choices of one prompt
 const INPUTS = [...FIELDS, "number"];
+const PLACE_OF = { image: "image-field", lora: "patches-field" }; // hidden where the model takes none
 const FIELD_OF = { width: "size", height: "size", guidance_scale: "guidance", true_cfg_scale: "guidance" };
 const MOST = 2n ** 63n - 1n; // largest seed
+const isMask = (name) => ["mask_image", "mask"].includes(name);
 const WHOLE = {
   frames: [1, 4097], fps: [1, 240], steps: [1, 1000], number: [1, 100], seed: [0, MOST],
   priority: [-1000000, 1000000],
@@ -52,6 +54,7 @@ export class Form {
       });
     }
     byId("image").setAttribute("aria-describedby", "image-tip image-wrong");
+    byId("mask-open").setAttribute("aria-describedby", "image-wrong");
     byId("prompt").addEventListener("input", () => this.#grow());
     byId("model").addEventListener("change", () => this.#suggest());
     this.#form.addEventListener("submit", (event) => {
@@ -87,24 +90,67 @@ export class Form {
     }
   }
 
-  /** Copy the settings of another job. */
-  fill(job, told = "Settings copied. Change the seed for a different result.") {
-    const values = {
-      prompt: job.prompt, model: job.model, size: job.size, frames: job.frames ?? "", fps: job.fps ?? "",
-      steps: job.steps, seed: job.seed, priority: job.priority || "", tag: job.tag ?? "", number: "",
-    };
-    for (const [name, value] of Object.entries(values)) {
-      byId(name).value = value;
-      this.#touched.add(name);
+  /** Copy a job's line: all that the form has; the other fields become empty. Its files must be chosen again. */
+  fill(line) {
+    const { models } = this.#live.state;
+    const served = models.find(({ id }) => id === line.model) ?? models.find(({ root }) => root === line.model);
+    byId("model").value = (served ?? models[0])?.id ?? "";
+    byId("recipe").value = "";
+    if (this.#model) this.#offer(this.#model);
+    const { width, height } = line;
+    const size = width && height ? `${width}x${height}` : "";
+    const values = { ...line, size, guidance: line[this.#guidanceName], priority: line.priority || "" };
+    for (const name of INPUTS) {
+      if (name === "model") continue;
+      byId(name).value = values[name] ?? "";
+      values[name] == null ? this.#touched.delete(name) : this.#touched.add(name);
     }
+    if (byId("recipe").selectedIndex < 0) byId("recipe").value = "";
     this.#key = null;
     this.picture.clear();
     this.#blameNothing();
     this.#suggest();
+    const lacking = [...this.#lacking(line), ...this.#choose(line.lora ?? [])];
+    if (line.model && !served) lacking.unshift("model");
     this.#grow();
-    byId("vary").checked = !job.prompt.includes("{"); // the braces of a job are text
+    byId("vary").checked = !line.prompt.includes("{"); // the braces of a job are text
+    this.#showCost();
     byId("prompt").focus();
-    this.#tell(told, "");
+    const files = Object.keys(line.files ?? {});
+    const inputs = [line.image || files.includes("image") ? "start image" : "", files.some(isMask) ? "mask" : ""];
+    const again = inputs.filter(Boolean).join(" and ");
+    this.#tell([
+      line.seed == null ? "Settings copied without the seed." : "Settings copied.",
+      again && `Choose its ${again} again.`,
+      line.seed == null ? "" : "Change the seed for a different result.",
+      lacking.length && `Not copied, because the form lacks it: ${lacking.join(", ")}.`,
+    ].filter(Boolean).join(" "), lacking.length ? "bad" : "");
+  }
+
+  /** The names in a line that the form has no field for, or no such choice. */
+  #lacking(line) {
+    const held = FIELDS.filter((name) => byId(name).value && !byId(name).closest("[hidden]"));
+    const known = new Set(["model", "lora", "image", "files", ...held.filter((name) => name !== "guidance")]);
+    if (held.includes("guidance")) known.add(this.#guidanceName);
+    if (line.width && line.height) known.add("width").add("height");
+    if (!line.priority) known.add("priority");
+    if (!line.negative_prompt) known.add("negative_prompt");
+    if (this.#model?.kind === "image") known.add("frames").add("fps");
+    const files = Object.keys(line.files ?? {}).filter((name) => name !== "image" && !isMask(name));
+    return [...Object.keys(line).filter((name) => !known.has(name)), ...files.map((name) => `files.${name}`)];
+  }
+
+  /** Check these LoRAs alone; returns the names of those that the form does not have. */
+  #choose(entries) {
+    const chosen = new Set();
+    for (const row of byId("patches").children) {
+      const [box, scale] = row.querySelectorAll("input");
+      const entry = entries.find(({ name, target, partial }) => name === box.value && !target && !partial);
+      box.checked = Boolean(entry);
+      scale.value = entry?.scale ?? 1;
+      chosen.add(entry);
+    }
+    return entries.filter((entry) => !chosen.has(entry)).map(({ name }) => `lora ${name}`);
   }
 
   get #model() {
@@ -340,10 +386,11 @@ export class Form {
   }
 
   #refused(problem, before) {
-    const name = FIELD_OF[problem.param] ?? problem.param;
-    if ([...FIELDS, "image", "lora"].includes(name) && !byId(name).closest("[hidden]")) {
+    const isOfMask = problem.param === `files.${this.#model?.mask_argument}`;
+    const name = isOfMask ? "image" : FIELD_OF[problem.param] ?? problem.param;
+    if ([...FIELDS, "image", "lora"].includes(name) && !byId(PLACE_OF[name] ?? name).closest("[hidden]")) {
       const text = problem.message.replace(new RegExp(`^${problem.param}:\\s*`), "");
-      this.#blame(name, text);
+      this.#blame(name, isOfMask ? `Mask: ${text}` : text);
       this.#go(name);
       this.#tell(before || "Not accepted.", "bad");
       return;
@@ -354,7 +401,8 @@ export class Form {
 
   /** Focus an invalid field, and unfold it if it is hidden. */
   #go(name) {
-    const field = name === "lora" ? byId("patches").querySelector("input") : byId(name);
+    const shown = ["image", "mask-open", "picture-remove"].map(byId).find((each) => !each.closest("[hidden]"));
+    const field = { lora: byId("patches").querySelector("input"), image: shown }[name] ?? byId(name);
     const folded = field.closest("details");
     if (folded) folded.open = true;
     field.focus();

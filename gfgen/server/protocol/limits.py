@@ -52,6 +52,9 @@ class ApiOptions:
     public_url: str | None = None
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = False
+    a1111: bool = False
+    patch_names: tuple[str, ...] = ()
+    """Names of --lora."""
     webhook_url: str | None = None
     webhook_hosts: tuple[str, ...] = ()
     """HOST or HOST:PORT of webhooks that jobs may name themselves."""

@@ -7,7 +7,7 @@ docs/serving.md describes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ class ServedModel(ResponseModel):
     owned_by: Literal["gfgen"] = "gfgen"
     root: str | None = Field(None, description="The model that this alias stands for.")
     patches: list[str] = Field(default_factory=list, description="LoRAs of this server, by name.")
-    recipes: list[str] = Field(default_factory=list, description="Recipes for this model, by name.")
+    recipes: list[str] = Field(default_factory=list, description="Recipes that its jobs can have.")
     kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
     takes_several: bool = Field(False, description="Whether a job may have several input pictures.")
@@ -241,7 +241,9 @@ MASKS = ("mask_image", "mask")
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: ResolvedModel, *, created: int, bounds: JobBounds = NO_BOUNDS) -> ServedModel:
+def served_model(
+    model: ResolvedModel, *, created: int, bounds: JobBounds = NO_BOUNDS, patches: Collection[str] = ()
+) -> ServedModel:
     """The model with its geometry's defaults for jobs that leave fields out, within bounds."""
     specs = _PLAIN, replace(_PLAIN, image="image")
     run, with_image = (_resolved(model, spec) for spec in specs)
@@ -255,7 +257,12 @@ def served_model(model: ResolvedModel, *, created: int, bounds: JobBounds = NO_B
         id=model.name,
         created=created,
         root=None,
-        recipes=[name for name, each in recipes().items() if any(is_for(key, family) for key in each)],
+        patches=list(patches),
+        recipes=[
+            name
+            for name, each in recipes().items()
+            if any(is_for(key, family) and (patches or not x.get("lora")) for key, x in each.items())
+        ],
         kind="image" if model.geometry.kind == "image" else "video",
         takes_image="no" if with_image is None and mask is None else "always" if run is None else "yes",
         takes_several=model.geometry.family in SEVERAL_PICTURES,

@@ -5,7 +5,7 @@
 
 static_assert(sizeof(gfc::Context) == 1680 && sizeof(gfc::Move) == 208 &&
                   sizeof(gfc::Exchange) == 872 && sizeof(gfc::Chunk) == 64,
-              "gfgen/gfc/cuda/structs.py mirrors these");
+              "gfgen/gfc/cuda/kernels.py mirrors these");
 
 extern "C" void sizes(uint32_t* found) {
   const size_t all[] = {sizeof(gfc::Context), sizeof(gfc::Move), sizeof(gfc::Exchange), sizeof(gfc::Chunk)};

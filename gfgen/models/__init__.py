@@ -1,1 +1,0 @@
-"""Model families: torch-free geometry, and adapters over diffusers components."""

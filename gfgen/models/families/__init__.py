@@ -1,1 +1,0 @@
-"""The executors of each model family."""

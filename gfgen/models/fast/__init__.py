@@ -1,1 +1,0 @@
-"""What makes forwards faster, and where they can be stopped."""

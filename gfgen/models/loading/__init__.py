@@ -1,1 +1,0 @@
-"""Models from files, or made up."""

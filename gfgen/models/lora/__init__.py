@@ -1,1 +1,0 @@
-"""LoRAs of jobs: checked before a run starts, merged where steps run."""

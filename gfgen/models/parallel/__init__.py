@@ -1,1 +1,0 @@
-"""A forward or a decode shared by several ranks."""
