@@ -85,10 +85,15 @@ def test_images_are_edited_with_several_pictures_and_a_mask(client):
     given = {"prompt": "a fox", "model": "fake-edit"}
     answer = client.images.edit(image=SEVERAL, mask=("m.png", mask_of((2, 2, 8, 8))), n=2, **given)
     assert len(answer.data) == 2
-    for model in ("fake-video", "fake-image"):
-        with pytest.raises(openai.UnprocessableEntityError, match=f"image: model {model} takes one, not 2"):
+    text_only = "image: model fake-image makes pictures from text only"
+    reasons = {
+        "fake-video": ("image: model fake-video takes one, not 2", "mask: model fake-video takes no mask"),
+        "fake-image": (text_only, text_only),
+    }
+    for model, (of_several, of_mask) in reasons.items():
+        with pytest.raises(openai.UnprocessableEntityError, match=of_several):
             client.images.edit(image=SEVERAL, **given | {"model": model})
-        with pytest.raises(openai.UnprocessableEntityError, match=f"mask: model {model} takes no mask"):
+        with pytest.raises(openai.UnprocessableEntityError, match=of_mask):
             client.images.edit(image=ONE, mask=mask_of((2, 2, 8, 8)), **given | {"model": model})
     for mask, reason in (
         (mask_of(None), "mask: nothing in it is transparent"),
@@ -478,7 +483,10 @@ def test_a_response_begins_with_pictures(client):
     (call,) = answer.output
     assert base64.b64decode(call.result)[:2] == b"\xff\xd8"
     assert answer.model == "fake-edit"
-    with pytest.raises(openai.UnprocessableEntityError, match="image: model fake-image takes one, not 2"):
+    with pytest.raises(
+        openai.UnprocessableEntityError,
+        match="image: model fake-image makes pictures from text only; name fake-edit",
+    ):
         client.responses.create(model="fake-image", input=turns, tools=[TOOL])
 
 
@@ -579,7 +587,10 @@ def test_a_file_with_a_picture_is_a_picture(client, name):
     part = {"type": "input_file", name: given}
     tool = TOOL | {"action": "edit", "model": "fake-edit"}
     assert client.responses.create(input=[user(part)], tools=[tool]).output[0].result
-    with pytest.raises(openai.UnprocessableEntityError, match="image: model fake-image takes one, not 2"):
+    with pytest.raises(
+        openai.UnprocessableEntityError,
+        match="image: model fake-image makes pictures from text only; name fake-edit",
+    ):
         client.responses.create(model="fake-image", input=[user(part, part)], tools=[TOOL])
 
 
