@@ -21,7 +21,6 @@ from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.a1111_schemas import A1111Request
 from gfgen.server.protocol.problems import ApiError, bad, opened, responses
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.shown.served_job import ServedJob
@@ -147,7 +146,7 @@ async def take_images(
     request: Request,
     service: JobService,
     body: Body,
-    asked_for: picture_schemas.ImageRequest | picture_schemas.ChatRequest | A1111Request,
+    asked_for: picture_schemas.AskedPictures,
     warnings: list[str],
 ) -> list[str]:
     models, ignored = service.ready_models(), None if service.api.strict else warnings

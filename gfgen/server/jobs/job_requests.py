@@ -27,7 +27,6 @@ from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, drawn, later_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
-from gfgen.server.protocol.a1111_schemas import A1111Request
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import (
     NO_PATHS,
@@ -125,7 +124,7 @@ def video_job(
 
 
 def image_jobs(
-    request: picture_schemas.ImageRequest | picture_schemas.ChatRequest | A1111Request,
+    request: picture_schemas.AskedPictures,
     *,
     pictures: Sequence[bytes] = (),
     mask: bytes | None = None,
@@ -160,7 +159,7 @@ def image_jobs(
         job["frames"] = 1
     first = _spec(job, model, "image", words)
     specs = [first]
-    for number in range(1, request.n or request.num_outputs_per_prompt or 1):
+    for number in range(1, request.num_pictures):
         seed = None if first.seed is None else later_seed(first.seed, number)
         specs.append(replace(first, id=new_id("image"), seed=seed))
     return [

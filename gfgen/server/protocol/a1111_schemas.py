@@ -15,8 +15,9 @@ from pydantic import Field
 
 from gfgen.job.samplers import SCHEDULES, known_sampler
 from gfgen.job.weighted import AUTO
+from gfgen.server.protocol.picture_schemas import AskedPictures
 from gfgen.server.protocol.problems import bad
-from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused
+from gfgen.server.protocol.schemas import ResponseModel, Unused
 
 SAMPLER_NAMES = (
     *("Euler a", "Euler", "DPM++ 2M", "DPM++ 2M SDE", "DPM++ 2M SDE Heun", "DPM++ 3M SDE", "DPM++ SDE"),
@@ -36,7 +37,7 @@ _PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
 _Free = Annotated[Any, Field(exclude=True)]
 
 
-class A1111Request(OpenRequest):
+class A1111Request(AskedPictures):
     """POST /sdapi/v1/txt2img and img2img; only the latter has `init_images`."""
 
     names: ClassVar = {
@@ -68,10 +69,8 @@ class A1111Request(OpenRequest):
     hr_second_pass_steps: Unused = None
     hr_additional_modules: Unused = None
 
-    num_outputs_per_prompt: ClassVar[None] = None
-
     @property
-    def n(self) -> int:
+    def num_pictures(self) -> int:
         return (self.batch_size or 1) * (self.n_iter or 1)
 
     @property

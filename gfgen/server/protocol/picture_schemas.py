@@ -14,8 +14,16 @@ from gfgen.server.protocol.schemas import OpenRequest, ResponseModel, Unused, do
 _AUTO = {"const": "auto", "type": "string"}
 
 
-class PictureRequest(OpenRequest):
-    """Base of all requests for pictures."""
+class AskedPictures(OpenRequest):
+    """Base of all requests for pictures, whatever their words."""
+
+    @property
+    def num_pictures(self) -> int:
+        raise NotImplementedError
+
+
+class PictureRequest(AskedPictures):
+    """Base of those with OpenAI's words."""
 
     names: ClassVar = {**same(), "steps": "num_inference_steps"}
     n: int | None = Field(None, ge=1, le=10, description="Number of pictures. [1]")
@@ -30,6 +38,10 @@ class PictureRequest(OpenRequest):
     background: Unused = None
     moderation: Unused = None
     input_fidelity: Unused = None
+
+    @property
+    def num_pictures(self) -> int:
+        return self.n or self.num_outputs_per_prompt or 1
 
     @field_validator("output_compression")
     @classmethod
