@@ -4,22 +4,31 @@ A layout is an ordered tuple of ranks with the degrees of each kind of paralleli
 matters: a rank's slot (its position) decides which shard it holds. Slots count the sequence
 dimension fastest, so the ranks of one CFG half are neighbours:
 
-    slot = (cfg_idx * ring + ring_idx) * ulysses + ulysses_idx
+    slot = ((cfg_idx * torus + torus_idx) * ring + ring_idx) * ulysses + ulysses_idx
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from gfgen.errors import LayoutError
 
 MAX_RANKS = 8
 """Ranks of one machine; the descriptor of a group has space for this many."""
 
-Degrees = tuple[int, int, int]
-"""(cfg, ulysses, ring), as `Layout.degrees`."""
+Degrees = tuple[int, ...]
+"""(cfg, ulysses, ring), as `Layout.degrees`; then torus, where it is above 1. So files and names from before
+there was a torus keep their meaning."""
 ALONE: Degrees = (1, 1, 1)
+
+
+def with_torus(degrees: Degrees) -> tuple[int, int, int, int]:
+    """(cfg, ulysses, ring, torus)."""
+    cfg, ulysses, ring, torus = (*degrees, 1)[:4]
+    return cfg, ulysses, ring, torus
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,9 @@ class Layout:
     """An ordered set of ranks and how they are used.
 
     `cfg` ranks groups evaluate the branches of classifier-free guidance, `ulysses` splits
-    attention by heads, `ring` by key blocks; their product is the number of ranks. A decode has
-    a layout of its own (`bands`), in which the shards of the sequence are bands of rows.
+    attention by heads, `ring` by key blocks, `torus` by heads that are exchanged during attention;
+    their product is the number of ranks. A decode has a layout of its own (`bands`), in which the
+    shards of the sequence are bands of rows.
 
     Raises: LayoutError when ranks repeat, or their number is not the product of the degrees.
     """
@@ -37,23 +47,25 @@ class Layout:
     cfg: int = 1
     ulysses: int = 1
     ring: int = 1
+    torus: int = 1
     degrees: Degrees = field(init=False, repr=False, compare=False)
-    """(cfg, ulysses, ring): what decides shard shapes, whichever ranks are used."""
+    """What decides shard shapes, whichever ranks are used."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "degrees", (self.cfg, self.ulysses, self.ring))
+        degrees = (self.cfg, self.ulysses, self.ring, self.torus)
+        object.__setattr__(self, "degrees", degrees if self.torus > 1 else degrees[:3])
         if not 1 <= len(self.ranks) <= MAX_RANKS:
             raise LayoutError(f"a layout has 1 to {MAX_RANKS} ranks, got {len(self.ranks)}")
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise LayoutError(f"ranks must differ and not be negative, got {self.ranks}")
-        if min(self.cfg, self.ulysses, self.ring) < 1 or self.cfg > 2:
+        if min(degrees) < 1 or self.cfg > 2:
             raise LayoutError(f"degrees start at 1 and cfg ends at 2, got {self}")
-        if self.cfg * self.ulysses * self.ring != len(self.ranks):
-            raise LayoutError(f"cfg x ulysses x ring must be the number of ranks, got {self}")
+        if prod(degrees) != len(self.ranks):
+            raise LayoutError(f"cfg x torus x ulysses x ring must be the number of ranks, got {self}")
 
-    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[int, ...], int, int, int]]:
+    def __reduce__(self) -> tuple[type[Layout], tuple[Any, ...]]:
         """Pickle in a third of the time of a frozen dataclass, for the message of every step."""
-        return Layout, (self.ranks, self.cfg, self.ulysses, self.ring)
+        return Layout, (self.ranks, *self.degrees)
 
     @classmethod
     def single(cls, rank: int) -> Layout:
@@ -85,7 +97,12 @@ class Layout:
     @property
     def sequence_degree(self) -> int:
         """Number of shards that the token sequence is cut into."""
-        return self.ulysses * self.ring
+        return self.ulysses * self.ring * self.torus
+
+    @property
+    def head_degree(self) -> int:
+        """Number of parts that the heads of attention are cut into."""
+        return self.ulysses * self.torus
 
     def slot_of(self, rank: int) -> int:
         """Position of a rank in this layout; raises LayoutError when it is not in it."""
@@ -96,7 +113,7 @@ class Layout:
 
     def __str__(self) -> str:
         ranks = ",".join(map(str, self.ranks))
-        kinds = [f"{name}{n}" for name, n in zip(("cfg", "u", "r"), self.degrees, strict=True) if n > 1]
+        kinds = [f"{name}{n}" for name, n in zip(("cfg", "u", "r", "t"), self.degrees, strict=False) if n > 1]
         return f"[{ranks}]" + ("x".join(kinds) and f" {'x'.join(kinds)}")
 
 

@@ -9,6 +9,7 @@ better while the run goes on.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -309,8 +310,7 @@ Choose = Callable[[Snapshot, Choice | None], Choice | None]
 @functools.lru_cache(maxsize=4096)
 def _layout(ranks: tuple[int, ...], degrees: Degrees) -> Layout:
     """The first of these ranks; kept, since layouts are values and the same few come again at every step."""
-    cfg, ulysses, ring = degrees
-    return Layout(ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)
+    return Layout(ranks[: math.prod(degrees)], *degrees)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,8 +16,9 @@ struct Descriptor {
   uint8_t rank[kMaxRanks];
   uint8_t num_ranks;
   uint8_t slot;  // own position
-  uint8_t cfg, ulysses, ring;  // slot = (cfg_idx * ring + ring_idx) * ulysses + ulysses_idx
-  uint8_t unused[3];
+  // slot = ((cfg_idx * torus + torus_idx) * ring + ring_idx) * ulysses + ulysses_idx
+  uint8_t cfg, ulysses, ring, torus;
+  uint8_t unused[2];
 };
 static_assert(sizeof(Descriptor) == 56, "a descriptor fits in 64 bytes and has no padding");
 
@@ -29,6 +30,7 @@ enum Kind : uint32_t {
   kUlysses,  // ranks that split the heads of attention
   kRing,     // ranks that split its keys
   kPair,     // ranks at the same position of each half
+  kTorus,    // ranks that split heads during attention
   kNumKinds,
 };
 
@@ -39,13 +41,15 @@ struct Subgroup {
 };
 
 GFC_FN Subgroup subgroup_of(const Descriptor& group, uint32_t kind) {
-  const int half = group.ring * group.ulysses;
+  const int block = group.ring * group.ulysses, half = block * group.torus;
   const int slot = group.slot, in_half = slot % half, start = slot - in_half;
-  const int ulysses_idx = in_half % group.ulysses, ring_idx = in_half / group.ulysses;
+  const int in_block = in_half % block, torus_idx = in_half / block;
+  const int ulysses_idx = in_block % group.ulysses, ring_idx = in_block / group.ulysses;
   switch (kind) {
     case kHalf: return {start, 1, half, in_half};
     case kUlysses: return {slot - ulysses_idx, 1, group.ulysses, ulysses_idx};
-    case kRing: return {start + ulysses_idx, group.ulysses, group.ring, ring_idx};
+    case kRing: return {slot - in_block + ulysses_idx, group.ulysses, group.ring, ring_idx};
+    case kTorus: return {start + in_block, block, group.torus, torus_idx};
     case kPair: return {in_half, half, group.cfg, slot / half};
     default: return {0, 1, group.num_ranks, slot};
   }
@@ -53,9 +57,10 @@ GFC_FN Subgroup subgroup_of(const Descriptor& group, uint32_t kind) {
 
 // Kinds with the same ranks are one kind, so that they share memory and a count.
 GFC_FN uint32_t canonical(const Descriptor& group, uint32_t kind) {
-  if (kind == kRing && group.ulysses == 1) kind = kHalf;
-  if (kind == kUlysses && group.ring == 1) kind = kHalf;
-  if (kind == kPair && group.ulysses * group.ring == 1) kind = kWhole;
+  if (kind == kRing && group.ulysses * group.torus == 1) kind = kHalf;
+  if (kind == kUlysses && group.ring * group.torus == 1) kind = kHalf;
+  if (kind == kTorus && group.ulysses * group.ring == 1) kind = kHalf;
+  if (kind == kPair && group.ulysses * group.ring * group.torus == 1) kind = kWhole;
   if (kind == kHalf && group.cfg == 1) kind = kWhole;
   return kind;
 }
@@ -80,7 +85,7 @@ GFC_FN Region region_of(const Descriptor& group, uint32_t kind) {
 // Hash of all but the own slot: equal on every rank of the group, and on no other group.
 GFC_FN uint64_t seed_of(const Descriptor& group) {
   uint64_t seed = mix(0, group.dispatch);
-  seed = mix(seed, group.cfg | (group.ulysses << 8) | (group.ring << 16));
+  seed = mix(seed, group.cfg | (group.ulysses << 8) | (group.ring << 16) | (group.torus << 24));
   for (int slot = 0; slot < group.num_ranks; ++slot) {
     seed = mix(seed, (static_cast<uint64_t>(group.incarnation[slot]) << 8) | group.rank[slot]);
   }

@@ -227,8 +227,8 @@ def _layout_of(measurement: Measurement, entry: _ScriptedJob, view: JobView) -> 
         case Stage.DENOISE if measurement.kind == "moving":
             return Layout.single(entry.ranks[(task.step or 0) % 2])
         case Stage.DENOISE:
-            cfg, ulysses, ring = entry.steps[task.step or 0]
-            return Layout(entry.ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)
+            degrees = entry.steps[task.step or 0]
+            return Layout(entry.ranks[: math.prod(degrees)], *degrees)
         case Stage.DECODE:
             return Layout.bands(entry.bands)
         case _:
@@ -271,8 +271,7 @@ def _load(number: int, spans: Spans) -> float | None:
 
 def _parsed(name: str) -> tuple[Stage, Degrees]:
     stage, _, degrees = name.partition(" ")
-    cfg, ulysses, ring = map(int, degrees.split("x"))
-    return Stage(stage), (cfg, ulysses, ring)
+    return Stage(stage), tuple(map(int, degrees.split("x")))
 
 
 def assemble(

@@ -12,10 +12,10 @@ from typing import Literal
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout, with_torus
 
-GroupKind = Literal["whole", "cfg", "ulysses", "ring", "cfg_pair"]
-"""whole: all ranks. cfg: the half with the same guidance branch. ulysses, ring: the ranks of one
+GroupKind = Literal["whole", "cfg", "ulysses", "ring", "cfg_pair", "torus"]
+"""whole: all ranks. cfg: the half with the same guidance branch. ulysses, ring, torus: the ranks of one
 such group. cfg_pair: the ranks at the same position of each half, who combine the branches."""
 
 GROUP_KINDS: dict[GroupKind, int] = {
@@ -24,10 +24,11 @@ GROUP_KINDS: dict[GroupKind, int] = {
     "ulysses": native.ULYSSES,
     "ring": native.RING,
     "cfg_pair": native.PAIR,
+    "torus": native.TORUS,
 }
 
 _STRUCTS = tuple(
-    struct.Struct(f"<Q{n}I{4 * (native.MAX_RANKS - n)}x{n}B{native.MAX_RANKS - n}x5B3x")
+    struct.Struct(f"<Q{n}I{4 * (native.MAX_RANKS - n)}x{n}B{native.MAX_RANKS - n}x6B2x")
     for n in range(native.MAX_RANKS + 1)
 )
 """By number of ranks; unused entries are zero."""
@@ -71,15 +72,17 @@ class Descriptor:
             layout.cfg,
             layout.ulysses,
             layout.ring,
+            layout.torus,
         )
 
 
 @cache
-def subgroup_slots(degrees: tuple[int, int, int], kind: GroupKind, slot: int) -> tuple[int, ...]:
+def subgroup_slots(degrees: Degrees, kind: GroupKind, slot: int) -> tuple[int, ...]:
     """Slots of the group of this kind that a slot belongs to, in order (csrc/gfc/descriptor.h)."""
-    cfg, ulysses, ring = degrees
-    half = ulysses * ring
-    start = slot - slot % half
+    cfg, ulysses, ring, torus = with_torus(degrees)
+    block = ulysses * ring
+    half = block * torus
+    start, in_block = slot - slot % half, slot % block
     if kind == "whole":
         return tuple(range(cfg * half))
     if kind == "cfg":
@@ -88,5 +91,8 @@ def subgroup_slots(degrees: tuple[int, int, int], kind: GroupKind, slot: int) ->
         first = slot - slot % ulysses
         return tuple(range(first, first + ulysses))
     if kind == "ring":
-        return tuple(range(start + slot % ulysses, start + half, ulysses))
+        first = slot - in_block
+        return tuple(range(first + slot % ulysses, first + block, ulysses))
+    if kind == "torus":
+        return tuple(range(start + in_block, start + half, block))
     return tuple(range(slot % half, cfg * half, half))

@@ -15,10 +15,10 @@ from gfgen.errors import RunError
 
 MAX_RANKS = 8
 MAX_DIMS = 8
-NUM_KINDS = 5
+NUM_KINDS = 6
 
 OK, TIMED_OUT, ABORTED, PROTOCOL, STALE_MAP, NOT_ENTERED, NOT_RISING, BROKEN_EDGE = range(8)
-WHOLE, HALF, ULYSSES, RING, PAIR = range(NUM_KINDS)
+WHOLE, HALF, ULYSSES, RING, PAIR, TORUS = range(NUM_KINDS)
 
 
 class PlanStruct(Structure):
@@ -44,7 +44,8 @@ class DescriptorStruct(Structure):
         ("cfg", c_uint8),
         ("ulysses", c_uint8),
         ("ring", c_uint8),
-        ("unused", c_uint8 * 3),
+        ("torus", c_uint8),
+        ("unused", c_uint8 * 2),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import time
 from ctypes import Structure, c_int, c_uint32, c_uint64
@@ -113,13 +114,14 @@ def random_case(rng: random.Random) -> Case:
 
 
 def random_layout(rng: random.Random, num_ranks: int) -> Layout:
-    degrees = [d for d in DEGREES if d[0] * d[1] * d[2] <= num_ranks]
-    cfg, ulysses, ring = rng.choice(degrees)
-    ranks = rng.sample(range(num_ranks), cfg * ulysses * ring)
-    return Layout(tuple(ranks), cfg=cfg, ulysses=ulysses, ring=ring)
+    degrees = rng.choice([each for each in DEGREES if math.prod(each) <= num_ranks])
+    return Layout(tuple(rng.sample(range(num_ranks), math.prod(degrees))), *degrees)
 
 
-DEGREES = [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 3), (2, 1, 2), (1, 1, 2)]
+DEGREES = [
+    *[(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 3), (2, 1, 2), (1, 1, 2)],
+    *[(1, 1, 1, 2), (1, 1, 1, 3), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 1, 2)],
+]
 
 
 def seed_of(case: Case, rank: int, idx: int = 0) -> int:

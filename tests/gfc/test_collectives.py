@@ -29,7 +29,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     ranks = tuple(draw(st.permutations(range(8)))[:size])
     cfg = draw(st.sampled_from([n for n in (1, 2) if size % n == 0]))
     ulysses = draw(st.sampled_from([n for n in range(1, 9) if size // cfg % n == 0]))
-    return Layout(ranks, cfg=cfg, ulysses=ulysses, ring=size // cfg // ulysses)
+    left = size // cfg // ulysses
+    torus = draw(st.sampled_from([n for n in range(1, 9) if left % n == 0]))
+    return Layout(ranks, cfg=cfg, ulysses=ulysses, ring=left // torus, torus=torus)
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:

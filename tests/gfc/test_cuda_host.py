@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from gfgen.gfc.cuda.selector import (
 )
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import Resharding, shard_sizes
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "csrc" / "gfc" / "cuda" / "kernels.cu"
@@ -374,12 +375,15 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "degrees", [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 1, 3), (2, 1, 3)]
+    "degrees",
+    [
+        *[(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 1, 3), (2, 1, 3)],
+        *[(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 2, 2), (2, 2, 1, 2), (1, 1, 1, 7)],
+    ],
 )
-def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: tuple[int, int, int]) -> None:
-    cfg, ulysses, ring = degrees
+def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: Degrees) -> None:
     plan = ArenaPlan(data_bytes=(1 << 20) + 4096 * 3, post_bytes=1 << 12)
-    layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
+    layout = Layout(tuple(range(prod(degrees))), *degrees)
     encoded = Descriptor(1, layout, (1,) * layout.degree).encode(0)
     group = native.DescriptorStruct.from_buffer_copy(encoded)
     for kind in range(native.NUM_KINDS):

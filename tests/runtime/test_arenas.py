@@ -19,6 +19,7 @@ from gfgen.gfc.cuda.device_group import bank_of, canonical
 from gfgen.gfc.descriptor import GROUP_KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.job.spec import JobSpec
+from gfgen.layout import Degrees, Layout, with_torus
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.parallel.shared_attention import TokenSizes, _num_chunks
 from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas
@@ -89,11 +90,13 @@ def test_the_arena_of_a_gpu_stays_within_two_and_a_half_gibibytes():
     assert arena_bytes(GPU_PLAN) < 2.5 * 2**30
 
 
-def layouts(num_ranks: int) -> Iterator[tuple[int, int, int]]:
-    """All degrees of so many ranks: (cfg, ulysses, ring)."""
-    for cfg, ulysses in itertools.product((1, 2), range(1, num_ranks + 1)):
-        if num_ranks % (cfg * ulysses) == 0:
-            yield cfg, ulysses, num_ranks // (cfg * ulysses)
+def layouts(num_ranks: int) -> Iterator[Degrees]:
+    """All degrees of so many ranks."""
+    for cfg, ulysses, torus in itertools.product((1, 2), range(1, num_ranks + 1), range(1, num_ranks + 1)):
+        if num_ranks % (cfg * ulysses * torus) == 0:
+            yield Layout(
+                tuple(range(num_ranks)), cfg, ulysses, num_ranks // (cfg * ulysses * torus), torus
+            ).degrees
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
@@ -104,29 +107,32 @@ def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: Forwar
     spec = JobSpec(id="a", prompt="a", width=shape.width, height=shape.height, frames=shape.frames, steps=2)
     num_tokens = geometry.num_tokens(geometry.resolve(spec))
     num_text = 1024 if shape.model == "qwen-image" else 0  # attended to jointly; its tokenizer's bound
-    for cfg, ulysses, ring in layouts(num_ranks):
+    for degrees in layouts(num_ranks):
+        cfg, ulysses, ring, torus = with_torus(degrees)
         num_branches = 3 - cfg  # both may go through one forward
         query = torch.empty((num_branches, 1, geometry.num_heads, 128), dtype=torch.bfloat16)
         rooms = {
             kind: bank_of(
                 GPU_PLAN.data_bytes,
                 GPU_PLAN.post_bytes,
-                (cfg, ulysses, ring),
-                canonical((cfg, ulysses, ring), GROUP_KINDS[kind]),
+                degrees,
+                canonical(degrees, GROUP_KINDS[kind]),
             ).num_bytes
             for kind in GROUP_KINDS
         }
         parallel: Any = SimpleNamespace(
             ulysses=SimpleNamespace(size=ulysses, room_bytes=rooms["ulysses"] if ulysses > 1 else None),
             ring=SimpleNamespace(size=ring, room_bytes=rooms["ring"] if ring > 1 else None),
+            torus=SimpleNamespace(size=torus, room_bytes=rooms["torus"] if torus > 1 else None),
             num_chunks=None,
         )
         shards = [
             sum(parts)
             for parts in zip(
-                *(shard_sizes(length, ulysses * ring) for length in (num_text, num_tokens)), strict=True
+                *(shard_sizes(length, ulysses * ring * torus) for length in (num_text, num_tokens)),
+                strict=True,
             )
         ]
-        assert _num_chunks(query, parallel, TokenSizes(tuple(shards), ulysses)) == 1
+        assert _num_chunks(query, parallel, TokenSizes(tuple(shards), ulysses, ring)) == 1
         gathered_bytes = 2 * num_branches * num_tokens * MAX_OUTPUT_CHANNELS
         assert gathered_bytes <= min(room for room in rooms.values() if room)

@@ -27,7 +27,7 @@ from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.group import Exchanges
 from gfgen.gfc.reshard import Resharding
-from gfgen.layout import shard_bounds
+from gfgen.layout import Degrees, shard_bounds, with_torus
 
 _THREADS = 512
 _NOWHERE = 16
@@ -384,7 +384,7 @@ class GroupSlot(NamedTuple):
 
 
 def _group_slot(
-    plan: ArenaPlan, degrees: tuple[int, int, int], kind: GroupKind, layout_slot: int, *, number: int
+    plan: ArenaPlan, degrees: Degrees, kind: GroupKind, layout_slot: int, *, number: int
 ) -> GroupSlot:
     slots = subgroup_slots(degrees, kind, layout_slot)
     native_kind = canonical(degrees, GROUP_KINDS[kind])
@@ -393,14 +393,13 @@ def _group_slot(
 
 
 @cache
-def canonical(degrees: tuple[int, int, int], kind: int) -> int:
+def canonical(degrees: Degrees, kind: int) -> int:
     """csrc/gfc/descriptor.h: kinds with the same ranks are one."""
-    cfg, ulysses, ring = degrees
-    if kind == native.RING and ulysses == 1:
+    cfg, ulysses, ring, torus = with_torus(degrees)
+    others = {native.RING: ulysses * torus, native.ULYSSES: ring * torus, native.TORUS: ulysses * ring}
+    if others.get(kind) == 1:
         kind = native.HALF
-    if kind == native.ULYSSES and ring == 1:
-        kind = native.HALF
-    if kind == native.PAIR and ulysses * ring == 1:
+    if kind == native.PAIR and ulysses * ring * torus == 1:
         kind = native.WHOLE
     if kind == native.HALF and cfg == 1:
         kind = native.WHOLE
@@ -408,10 +407,11 @@ def canonical(degrees: tuple[int, int, int], kind: int) -> int:
 
 
 @cache
-def bank_of(data_bytes: int, post_bytes: int, degrees: tuple[int, int, int], kind: int) -> Bank:
+def bank_of(data_bytes: int, post_bytes: int, degrees: Degrees, kind: int) -> Bank:
     """csrc/gfc/plan.h: the exchange_inbox of a group of one rank, which is the whole bank."""
-    cfg, ulysses, ring = degrees
-    sizes = (cfg * ulysses * ring, ulysses * ring, ulysses, ring, cfg)
+    cfg, ulysses, ring, torus = with_torus(degrees)
+    half = ulysses * ring * torus
+    sizes = (cfg * half, half, ulysses, ring, cfg, torus)
     kinds = [k for k in range(native.NUM_KINDS) if canonical(degrees, k) == k and sizes[k] > 1]
     if kind not in kinds:
         return Bank((0, 0), 0)

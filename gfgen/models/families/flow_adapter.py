@@ -329,7 +329,7 @@ class QwenImageAdapter(FlowAdapter):
         return Fields(), solver.save_state(scheduler, noise_BSC, generator=generator)
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
-        embeds, degree = list(prompt.tensors.values()), layout.ulysses * layout.ring
+        embeds, degree = list(prompt.tensors.values()), layout.sequence_degree
         forwards = [[each] for each in embeds]
         if layout.cfg == 1 and is_batch_faster(self.geometry, spec, sequence_degree=degree, embeds=embeds):
             forwards = [embeds]

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import Degrees
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.kernels import present_choice
 from gfgen.models.fast.linears import Modulation
@@ -92,7 +93,7 @@ class _ForwardCall(NamedTuple):
     text: tuple[object, ...]
     text_names: tuple[str, ...]
     """Names of the attention arguments that hold the text's length."""
-    degrees: tuple[int, int, int] | None
+    degrees: Degrees | None
     runs_beside: bool = False
     """Whether changes of weights run beside layers, which a record would keep from job to job."""
 
@@ -372,9 +373,11 @@ class Graphs:
         group = tuple(together[first : first + parallel.ulysses.size])
         heads = shard_sizes(transformer.config.num_attention_heads, parallel.ulysses.size)
         own = tuple(sizes[sequence.slot] for sizes in shards)
-        # A rank's part of the modulation is that of its slot: it goes through other weights.
+        # A rank's part of the modulation is that of its slot: it goes through other weights. In a torus,
+        # places of the own heads and tokens in tensors follow from the slot.
         is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
-        return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
+        slot = sequence.slot if is_modulated or parallel.torus.size > 1 else None
+        return call, own, group, heads[parallel.ulysses.slot], slot
 
 
 def _with_any_text(call: _ForwardCall) -> object:

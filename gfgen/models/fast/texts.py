@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gfgen.layout import Degrees
 from gfgen.models.fast.rows import batched, padded_to
 from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.parallel.counted_attention import is_fast
@@ -44,15 +45,15 @@ def is_padded(transformer: Any, *, picture_tokens: int, num_steps: int) -> bool:
     return picture_tokens < MAX_PICTURE_TOKENS or (is_in_fp8 and num_steps <= FEW_STEPS)
 
 
-def common_length(embeds: Sequence[Tensor], *, degrees: tuple[int, int, int]) -> int | None:
+def common_length(embeds: Sequence[Tensor], *, degrees: Degrees) -> int | None:
     """The length to which the texts of a forward are padded on these degrees; None: no padding."""
-    _, ulysses, ring = degrees
-    if ring > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
-        return None  # in a ring keys come in blocks, and several of them would end in padding
+    _, ulysses, *others = degrees
+    if max(others) > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
+        return None  # in a ring or torus keys come in blocks, and several of them would end in padding
     return padded_length([branch.shape[1] for branch in embeds], num_shards=ulysses)
 
 
-def text_shape(embeds: Sequence[Tensor], *, is_padded: bool, degrees: tuple[int, int, int]) -> object:
+def text_shape(embeds: Sequence[Tensor], *, is_padded: bool, degrees: Degrees) -> object:
     """How the launches of a forward depend on the lengths of these texts."""
     lengths = tuple(branch.shape[1] for branch in embeds)
     common = common_length(embeds, degrees=degrees) if is_padded else None

@@ -18,42 +18,9 @@ from torch import Tensor
 
 from gfgen.gfc.group import Collectives, Exchanges, LayoutGroup
 from gfgen.gfc.reshard import Resharding
+from gfgen.layout import Degrees
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """How the ranks of a layout share a denoising step.
-
-    cfg: one rank of each guidance branch, in the order of the branches; they exchange noise predictions.
-    sequence: the ranks that share the tokens of one branch, by slot. Each of them is in one group
-    `ulysses`, whose ranks have consecutive slots and share heads, and in one `ring`, whose ranks have the
-    same heads and share keys.
-    num_chunks: chunks of heads, for which exchange and attention overlap; None: the fastest number.
-    """
-
-    cfg: Collectives
-    sequence: Collectives
-    ulysses: Collectives
-    ring: Collectives
-    num_chunks: int | None = None
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """(cfg, ulysses, ring), as `Layout.degrees`."""
-        return self.cfg.size, self.ulysses.size, self.ring.size
-
-
-def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Parallel:
-    """The step's ranks, from the group of a whole layout. Involves no other rank."""
-    return Parallel(
-        cfg=group.subgroup("cfg_pair"),
-        sequence=group.subgroup("cfg"),
-        ulysses=group.subgroup("ulysses"),
-        ring=group.subgroup("ring"),
-        num_chunks=num_chunks,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +46,43 @@ class RehearsalGroup(Exchanges):
         return tuple(x.new_zeros(resharding.result_shape(x.shape, self.slot)) for x in tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How the ranks of a layout share a denoising step.
+
+    cfg: one rank of each guidance branch, in the order of the branches; they exchange noise predictions.
+    sequence: the ranks that share the tokens of one branch, by slot. Each of them is in one group
+    `ulysses`, whose ranks have consecutive slots and share heads, in one `ring`, whose ranks have the
+    same heads and share keys, and in one `torus`, whose ranks share heads, too, but during attention.
+    num_chunks: chunks of heads, for which exchange and attention overlap; None: the fastest number.
+    """
+
+    cfg: Collectives
+    sequence: Collectives
+    ulysses: Collectives
+    ring: Collectives
+    num_chunks: int | None = None
+    torus: Collectives = RehearsalGroup(1, 0, None)
+
+    @property
+    def degrees(self) -> Degrees:
+        """As `Layout.degrees`."""
+        degrees = self.cfg.size, self.ulysses.size, self.ring.size
+        return degrees if self.torus.size == 1 else (*degrees, self.torus.size)
+
+
+def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Parallel:
+    """The step's ranks, from the group of a whole layout. Involves no other rank."""
+    return Parallel(
+        cfg=group.subgroup("cfg_pair"),
+        sequence=group.subgroup("cfg"),
+        ulysses=group.subgroup("ulysses"),
+        ring=group.subgroup("ring"),
+        num_chunks=num_chunks,
+        torus=group.subgroup("torus"),
+    )
+
+
 def rehearsal(parallel: Parallel) -> Parallel:
     def alone(ranks: Collectives) -> RehearsalGroup:
         return RehearsalGroup(ranks.size, ranks.slot, ranks.room_bytes)
@@ -89,6 +93,7 @@ def rehearsal(parallel: Parallel) -> Parallel:
         sequence=alone(parallel.sequence),
         ulysses=alone(parallel.ulysses),
         ring=alone(parallel.ring),
+        torus=alone(parallel.torus),
     )
 
 

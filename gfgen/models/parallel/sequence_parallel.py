@@ -22,7 +22,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes
-from gfgen.layout import shard_bounds
+from gfgen.layout import ALONE, Degrees, shard_bounds
 from gfgen.models.parallel.counted_attention import counted_attention
 from gfgen.models.parallel.fp8_attention import E4M3, fp8_attention
 from gfgen.models.parallel.parallel import Parallel, held
@@ -86,10 +86,10 @@ def present_sharing() -> Sharing | None:
     return _SHARING.get()
 
 
-def present_degrees() -> tuple[int, int, int]:
-    """(cfg, ulysses, ring) of the layout that shares the caller's forward; ones for a rank alone."""
+def present_degrees() -> Degrees:
+    """Of the layout that shares the caller's forward; ones for a rank alone."""
     sharing = _SHARING.get()
-    return (1, 1, 1) if sharing is None else sharing.parallel.degrees
+    return ALONE if sharing is None else sharing.parallel.degrees
 
 
 def own_length(stream: str, length: int) -> int:
@@ -205,15 +205,15 @@ def sharded_attention(
     own: Attend = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
     sharing = _SHARING.get()
     if num_tokens_B is not None or query.dtype == E4M3:
-        assert num_tokens_B is None or sharing is None or sharing.parallel.ring.size == 1, (
-            "a number of tokens in a ring"
-        )
+        assert num_tokens_B is None or not _needs_lse(sharing), "a number of tokens in a ring or torus"
         own = functools.partial(_counted, num_tokens_B=num_tokens_B, scale=scale, backend=backend)
     if sharing is None:
         alone: torch.Tensor = own(query, key, value, attn_mask)
         return alone.contiguous()
-    if backend is not None and sharing.parallel.ring.size > 1:
-        raise ModelError(f"attention backend {backend!r} does not work in a ring, which needs log-sum-exps")
+    if backend is not None and _needs_lse(sharing):
+        raise ModelError(
+            f"attention backend {backend!r} does not work in a ring or torus, which need log-sum-exps"
+        )
     if streams.startswith(KEYS):
         unusual = [given for given in (attn_mask, backend) if given is not None]
         assert not unusual, f"an attention to shards with {unusual}"
@@ -244,6 +244,11 @@ def _(
     streams: str = ALL,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+def _needs_lse(sharing: Sharing | None) -> bool:
+    """Whether ranks attend to a part of the keys at a time, and merge."""
+    return sharing is not None and max(sharing.parallel.ring.size, sharing.parallel.torus.size) > 1
 
 
 def _token_sizes(

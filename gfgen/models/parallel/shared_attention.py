@@ -1,16 +1,17 @@
-"""One attention on several ranks: heads are split within Ulysses groups, keys among rings of them.
+"""One attention on several ranks: heads are split within Ulysses groups and tori, keys among rings of them.
 
 The ranks of a guidance branch are numbered by slot. Consecutive slots form the Ulysses groups; ranks at the
-same position of each group form a ring. Inside a group, ranks exchange tokens for heads. Then the ranks of
-a ring hold the same heads of different tokens, and each attends from its group's queries to the keys of all
-groups. Either degree may be 1.
+same position of consecutive groups form a ring; ranks at the same position of the rings form a torus. Inside
+a group, ranks exchange tokens for heads. Then the ranks of a ring hold the same heads of different tokens,
+and each attends from its group's queries to the keys of all groups. The ranks of a torus exchange tokens for
+heads once more, while they attend to what is there already. Any of the degrees may be 1.
 
 Within a group, keys are in the order of slots (in fused joint attention: picture 0, text 0, picture 1,
 ...). In a ring, they are in the order of groups, starting with the own group. Attention does not depend on
 this order; the mask is joined in the same order, and the exchange of results restores the order of tokens.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
-Source: USP (arXiv 2405.07719).
+Source: USP (arXiv 2405.07719); Torus attention of StreamFusion, inside one machine.
 """
 
 from __future__ import annotations
@@ -45,28 +46,24 @@ def shared_attention(
 ) -> Tensor:
     """The attention of this rank's tokens to all tokens.
 
-    token_sizes: of every shard, by slot. attend: attention on one rank, if there is no ring. All ranks make
-    the same exchanges in the same order. Attention reads results in an arena before they may be overwritten
-    (`group.Collectives`), and nothing in an arena is returned.
+    token_sizes: of every shard, by slot. attend: attention on one rank, if there is no ring and no torus.
+    All ranks make the same exchanges in the same order. Attention reads results in an arena before they may
+    be overwritten (`group.Collectives`), and nothing in an arena is returned.
 
     Shapes: query, key, value [B, L, H, D], mask bool [B, 1, 1, L] or None -> [B, L, H, D],
             fresh memory.
     Raises: LayoutError when a rank would have no head.
     """
-    num_heads, degree = query.shape[2], parallel.ulysses.size
+    num_heads, degree = query.shape[2], parallel.ulysses.size * parallel.torus.size
     if num_heads < degree:
         raise LayoutError(f"{num_heads} heads cannot be shared among {degree} ranks")
-    sizes = TokenSizes(tuple(token_sizes), degree)
-    if mask is not None:
-        # First: its exchanges are of the same kinds as those whose results stay in the arena.
-        mask = _gathered_mask(mask, parallel, sizes)
-    chunks = head_chunks(num_heads, degree, _num_chunks(query, parallel, sizes))
-    if len(chunks) > 1:
-        chunked = ChunkedAttention(
-            query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale
-        )
-        return chunked.run(chunks)
-    return _at_once(query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale)
+    sizes = TokenSizes(tuple(token_sizes), parallel.ulysses.size, parallel.ring.size)
+    # First: its exchanges are of the same kinds as those whose results stay in the arena.
+    masks = _Masks(None, None) if mask is None else _gathered_masks(mask, parallel, sizes)
+    attention = SharedAttention(
+        (query, key, value), masks, parallel=parallel, sizes=sizes, attend=attend, scale=scale
+    )
+    return attention.run(head_chunks(num_heads, degree, _num_chunks(query, parallel, sizes)))
 
 
 def attention_to_shards(
@@ -84,61 +81,57 @@ def attention_to_shards(
     return merged([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
 
 
-def _gathered_mask(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> Tensor:
-    """[B, 1, 1, L] -> [B, 1, 1, S], in the order of the keys."""
-    ulysses, ring = parallel.ulysses, parallel.ring
-    if ulysses.size > 1:
-        mask = ulysses.all_gather(mask.contiguous(), dim=3, sizes=sizes.in_group(ring.slot))
-    if ring.size > 1:
-        (mask_BS11,) = ring.gather_tokens(mask.permute(0, 3, 1, 2), token_sizes=sizes.blocks)
-        mask = mask_BS11.permute(0, 2, 3, 1)
-    return mask
+class _Masks(NamedTuple):
+    """Of the keys, in the order in which they arrive; None: all are open.
+
+    near [B, 1, 1, keys of the own ring]; far: those of the other rings of the torus.
+    """
+
+    near: Tensor | None
+    far: Tensor | None
 
 
-def _at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    parallel: Parallel,
-    sizes: TokenSizes,
-    attend: Attend,
-    scale: float | None,
-) -> Tensor:
-    """All heads in one exchange, whose results attention reads in the arena."""
-    ulysses, ring = parallel.ulysses, parallel.ring
-    tokens, heads = sizes.in_group(ring.slot), shard_sizes(query.shape[2], ulysses.size)
-    q, k, v = query, key, value
+def _gathered_masks(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> _Masks:
+    """From [B, 1, 1, L]."""
+    ulysses, ring, torus = parallel.ulysses, parallel.ring, parallel.torus
     if ulysses.size > 1:
-        q, k, v = ulysses.heads_from_tokens(
-            query, key, value, token_sizes=tokens, head_sizes=heads, in_arena=True
-        )
+        mask = ulysses.all_gather(mask.contiguous(), dim=3, sizes=sizes.in_group(ring.slot, torus.slot))
+    near = mask.permute(0, 3, 1, 2)
+    far = None
+    if torus.size > 1:
+        tokens = sizes.in_torus(ring.slot)
+        whole = torus.all_gather(near.contiguous(), dim=1, sizes=tokens)
+        far = _without(whole, tokens, torus.slot)
     if ring.size > 1:
-        lane = Lane(query.device)
-        arriving = start_ring(k, v, ring=ring, block_sizes=sizes.blocks, lane=lane, in_arena=True)
-        result = ring_attention(q, (k, v), arriving, mask, lane=lane, scale=scale)
-    else:
-        result = attend(q, k, v, mask)
-    result = like_query(result, query)
-    if ulysses.size == 1:
-        return result.contiguous()
-    return ulysses.tokens_from_heads(result, token_sizes=tokens, head_sizes=heads)
+        (near,) = ring.gather_tokens(near, token_sizes=sizes.in_ring(torus.slot))
+        if far is not None:
+            (far,) = ring.gather_tokens(far, token_sizes=sizes.beyond(torus.slot))
+    return _Masks(*(None if each is None else each.permute(0, 2, 3, 1) for each in (near, far)))
 
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
     """The requested or fastest number of chunks, or more until each chunk fits in a bank."""
-    wanted = parallel.num_chunks or best_num_chunks(query.device, parallel.ulysses.size, sum(sizes.by_slot))
-    most = query.shape[2] // parallel.ulysses.size
+    degree = parallel.ulysses.size * parallel.torus.size
+    wanted = parallel.num_chunks
+    if wanted is None:
+        wanted = best_num_chunks(query.device, degree, sum(sizes.by_slot)) if parallel.torus.size == 1 else 1
+    most = query.shape[2] // degree
     fitting = (count for count in range(wanted, most + 1) if _fits(query, parallel, sizes, num_chunks=count))
     return next(fitting, most)
 
 
 def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
-    num_heads, degree = query.shape[2], parallel.ulysses.size
-    longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
-    head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
-    needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
+    num_heads, ulysses, torus = query.shape[2], parallel.ulysses, parallel.torus
+    chunks = head_chunks(num_heads, ulysses.size * torus.size, num_chunks)
+    of_group = -(-max(stop - start for start, stop in chunks) // ulysses.size)
+    of_rank = -(-of_group // torus.size)
+    head_bytes = query.shape[0] * query.shape[3] * query.element_size()
+    in_torus = max(sum(sizes.in_torus(idx)) for idx in range(parallel.ring.size))
+    needed = (
+        (ulysses, 3 * max(sizes.blocks) * of_group),
+        (torus, 2 * in_torus * of_rank),
+        (parallel.ring, 2 * sum(sizes.by_slot) * of_rank),
+    )
     return all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed)
 
 
@@ -147,7 +140,7 @@ def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: i
 # bank, and for shapes that are faster so. Two banks are enough for any number of chunks: every exchange here
 # returns fresh memory, which its kernel fills from the arena before it ends, and a rank's exchanges never
 # overlap each other. In the arena a peer may overwrite chunk i with chunk i + 2 as soon as this rank has
-# begun to push i + 1. Source: Torus attention of StreamFusion, inside one machine.
+# begun to push i + 1. In a torus the way back is a third exchange of the same kind, and so the same holds.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -156,21 +149,37 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenSizes:
-    """Tokens of every shard by slot of the sequence, and as Ulysses groups and rings join them."""
+    """Tokens of every shard by slot of the sequence, and as groups, rings and tori join them."""
 
     by_slot: tuple[int, ...]
     ulysses_degree: int
+    ring_degree: int = 0
+    """0: all groups are one ring."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Tokens of each Ulysses group, by position in the ring."""
+        """Tokens of each Ulysses group, by position in the ring, ring by ring."""
         step = self.ulysses_degree
         return tuple(sum(self.by_slot[at : at + step]) for at in range(0, len(self.by_slot), step))
 
-    def in_group(self, ring_idx: int) -> tuple[int, ...]:
+    def in_group(self, ring_idx: int, torus_idx: int = 0) -> tuple[int, ...]:
         """Tokens of the ranks of one Ulysses group."""
-        start = ring_idx * self.ulysses_degree
+        start = (torus_idx * self.ring_degree + ring_idx) * self.ulysses_degree
         return self.by_slot[start : start + self.ulysses_degree]
+
+    def in_ring(self, torus_idx: int) -> tuple[int, ...]:
+        """Tokens of each group of one ring."""
+        step = self.ring_degree or len(self.blocks)
+        return self.blocks[torus_idx * step : (torus_idx + 1) * step]
+
+    def in_torus(self, ring_idx: int) -> tuple[int, ...]:
+        """Tokens of the groups at this position of each ring."""
+        return self.blocks[ring_idx :: self.ring_degree or len(self.blocks)]
+
+    def beyond(self, torus_idx: int) -> tuple[int, ...]:
+        """By position in the ring, the tokens of the groups there of all other rings."""
+        own = self.in_ring(torus_idx)
+        return tuple(sum(self.in_torus(idx)) - tokens for idx, tokens in enumerate(own))
 
 
 CHUNK_BLOCKS = 32
@@ -187,16 +196,6 @@ def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) 
     return 2 if device.type == "cuda" and ulysses_degree == 4 and 9_000 <= num_tokens < 10_000 else 1
 
 
-class _Chunk(NamedTuple):
-    """Some heads of the group's tokens, and of all keys where there is a ring."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mark: Mark
-    arriving: Arriving | None
-
-
 def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int, int]]:
     """First and one-past-last head of each chunk; at most `num_chunks`.
 
@@ -211,90 +210,201 @@ def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int,
     return chunks
 
 
-class ChunkedAttention:
-    """One shared attention, chunk by chunk.
+class _Chunk(NamedTuple):
+    """Some heads of the group's tokens: in a torus the own ones of them; and what arrives beside."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mark: Mark
+    near: Arriving | None
+    """Where there is a ring: all keys of it."""
+    other_queries: tuple[Tensor, Mark] | None
+    """Where there is a torus: those of its other ranks, by slot."""
+    far: Arriving | None
+    """Where there is a torus: the keys of all other rings."""
+    head_sizes: tuple[int, ...]
+    """How the torus shares the group's heads."""
+
+
+class SharedAttention:
+    """One shared attention, in one chunk of heads or several.
 
     Order on the lane of every rank: chunk 0 in, 1 in, [attention 0] 0 out, 2 in, [attention 1] 1 out, ...
-    Exchanges that overlap no attention use the whole device, the others a part of it.
+    Exchanges that overlap no attention use the whole device, the others a part of it. If there is one chunk,
+    its exchange in the group needs no lane, and attention reads its results in the arena.
     """
 
     def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        masks: _Masks,
         *,
         parallel: Parallel,
         sizes: TokenSizes,
         attend: Attend,
         scale: float | None,
     ) -> None:
-        self._inputs, self._mask = (query, key, value), mask
+        self._inputs, self._masks = inputs, masks
         self._parallel, self._sizes = parallel, sizes
         self._attend, self._scale = attend, scale
-        self._tokens = sizes.in_group(parallel.ring.slot)
-        self._lane = Lane(query.device)
+        self._tokens = sizes.in_group(parallel.ring.slot, parallel.torus.slot)
+        self._lane = Lane(inputs[0].device)
+        self._kept: list[object] = []
+        """What the lane reads, until the join."""
 
     def run(self, chunks: Sequence[tuple[int, int]]) -> Tensor:
         """[B, L, H, D], fresh memory."""
         query = self._inputs[0]
+        if len(chunks) == 1:
+            part = like_query(self._attend_to(self._fetch(*chunks[0], is_only=True)), query)
+            if self._parallel.ulysses.size == 1:
+                return part.contiguous()
+            return self._returned(part, query.shape[2], is_alone=True)
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         fetched = [self._fetch(*chunks[0], is_alone=True)]
-        parts = []  # kept until the join: the lane reads them, and the task's stream reads what was fetched
         for idx, (start, stop) in enumerate(chunks):
             is_last = idx + 1 == len(chunks)
             if not is_last:
-                fetched.append(self._fetch(*chunks[idx + 1], is_alone=False))
-            parts.append(like_query(self._attend_to(fetched[idx]), query))
+                fetched.append(self._fetch(*chunks[idx + 1]))
+            part = like_query(self._attend_to(fetched[idx]), query)
+            self._kept += [part, fetched[idx]]  # the task's stream reads what was fetched
             with self._lane.beside():
-                result[:, :, start:stop] = self._returned(parts[idx], stop - start, is_alone=is_last)
+                result[:, :, start:stop] = self._returned(part, stop - start, is_alone=is_last)
         self._lane.join(self._lane.mark())
         return result
 
-    def _fetch(self, start: int, stop: int, *, is_alone: bool) -> _Chunk:
-        ulysses, ring = self._parallel.ulysses, self._parallel.ring
+    def _fetch(self, start: int, stop: int, *, is_alone: bool = False, is_only: bool = False) -> _Chunk:
+        """Start to bring some heads. is_only: of one chunk, whose first exchange the task's stream makes."""
+        ulysses, ring, torus, lane = (
+            self._parallel.ulysses,
+            self._parallel.ring,
+            self._parallel.torus,
+            self._lane,
+        )
         tensors = tuple(x[:, :, start:stop] for x in self._inputs)
+        heads = shard_sizes(stop - start, ulysses.size)
         mark: Mark = None
-        if ulysses.size > 1:
-            with self._lane.beside():
-                tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
-                    *tensors, token_sizes=self._tokens, head_sizes=shard_sizes(stop - start, ulysses.size)
-                )
-            mark = self._lane.mark()
-        query, key, value = tensors
-        arriving = None
-        if ring.size > 1:
-            # The lane keeps its order: this comes after the exchange above without a join.
-            arriving = start_ring(
-                key, value, ring=ring, block_sizes=self._sizes.blocks, lane=self._lane, in_arena=False
+        if ulysses.size > 1 and is_only:
+            tensors = ulysses.heads_from_tokens(
+                *tensors, token_sizes=self._tokens, head_sizes=heads, in_arena=True
             )
-        return _Chunk(query, key, value, mark, arriving)
+        elif ulysses.size > 1:
+            with lane.beside():
+                ranks = ulysses if is_alone else ulysses.beside(CHUNK_BLOCKS)
+                tensors = ranks.heads_from_tokens(*tensors, token_sizes=self._tokens, head_sizes=heads)
+            mark = lane.mark()
+        # The lane keeps its order: what follows comes after the exchange above without a join.
+        query, key, value = tensors
+        of_torus = shard_sizes(heads[ulysses.slot], torus.size)
+        others = near = far = None
+        if torus.size > 1:
+            begin = sum(of_torus[: torus.slot])
+            own = slice(begin, begin + of_torus[torus.slot])
+            others = self._queries_of_others(query, of_torus)
+            query, key_own, value_own = (x[:, :, own] for x in tensors)
+        else:
+            key_own, value_own = key, value
+        if ring.size > 1:
+            near = start_ring(
+                key_own,
+                value_own,
+                ring=ring,
+                block_sizes=self._sizes.in_ring(torus.slot),
+                lane=lane,
+                in_arena=is_only and torus.size == 1,
+            )
+        if torus.size > 1:
+            far = self._keys_from_afar(key, value, of_torus)
+        return _Chunk(query, key_own, value_own, mark, near, others, far, of_torus)
+
+    def _queries_of_others(self, query: Tensor, head_sizes: tuple[int, ...]) -> tuple[Tensor, Mark]:
+        torus, tokens = self._parallel.torus, self._sizes.in_torus(self._parallel.ring.slot)
+        with self._lane.beside():
+            ranks = torus.beside(CHUNK_BLOCKS)
+            (whole,) = ranks.heads_from_tokens(query, token_sizes=tokens, head_sizes=head_sizes)
+            others = _without(whole, tokens, torus.slot)
+        return others, self._lane.mark()
+
+    def _keys_from_afar(self, key: Tensor, value: Tensor, head_sizes: tuple[int, ...]) -> Arriving:
+        ring, torus = self._parallel.ring, self._parallel.torus
+        tokens = self._sizes.in_torus(ring.slot)
+        with self._lane.beside():
+            ranks = torus.beside(CHUNK_BLOCKS)
+            whole = ranks.heads_from_tokens(key, value, token_sizes=tokens, head_sizes=head_sizes)
+            keys, values = (_without(x, tokens, torus.slot) for x in whole)
+            if ring.size > 1:
+                ranks = ring.beside(CHUNK_BLOCKS)
+                keys, values = ranks.gather_tokens(keys, values, token_sizes=self._sizes.beyond(torus.slot))
+        return Arriving(keys, values, self._lane.mark())
 
     def _attend_to(self, chunk: _Chunk) -> Tensor:
+        """Attention of the group's tokens, with the heads that the group's exchange brought."""
         self._lane.join(chunk.mark)
-        if chunk.arriving is None:
-            return self._attend(chunk.query, chunk.key, chunk.value, self._mask)
+        if chunk.far is not None and chunk.other_queries is not None:
+            return self._in_torus(chunk, chunk.far, *chunk.other_queries)
+        own = chunk.key, chunk.value
+        if chunk.near is None:
+            return self._attend(chunk.query, *own, self._masks.near)
         return ring_attention(
-            chunk.query,
-            (chunk.key, chunk.value),
-            chunk.arriving,
-            self._mask,
-            lane=self._lane,
-            scale=self._scale,
+            chunk.query, own, chunk.near, self._masks.near, lane=self._lane, scale=self._scale
         )
 
-    def _sparing(self) -> Collectives:
-        """The Ulysses group, for exchanges during attention."""
-        return self._parallel.ulysses.beside(CHUNK_BLOCKS)
+    def _in_torus(self, chunk: _Chunk, far: Arriving, others: Tensor, others_mark: Mark) -> Tensor:
+        """Attention while queries of the torus arrive, then keys; the other ranks' results leave meanwhile.
+
+        Four attentions for any degree: own queries to near keys, others' queries to near and to far keys, and
+        own queries to far keys.
+        """
+        torus, lane, tokens = self._parallel.torus, self._lane, self._sizes.in_torus(self._parallel.ring.slot)
+        near_mask, far_mask = self._masks
+        near = chunk.key, chunk.value
+        length = near[0].shape[1]
+        own_mask = None if near_mask is None else near_mask[..., :length]
+        own = [self._partial(chunk.query, *near, own_mask)]
+        if chunk.near is not None:
+            lane.join(chunk.near.mark)
+            near = chunk.near.key, chunk.near.value
+            rest = near[0][:, length:], near[1][:, length:]
+            rest_mask = None if near_mask is None else near_mask[..., length:]
+            own.append(self._partial(chunk.query, *rest, rest_mask))
+        lane.join(others_mark)
+        parts = [self._partial(others, *near, near_mask)]
+        lane.join(far.mark)
+        parts.append(self._partial(others, far.key, far.value, far_mask))
+        sent = merged(parts)
+        first = sum(tokens[: torus.slot])
+        own_tokens = sent.new_empty((sent.shape[0], tokens[torus.slot], *sent.shape[2:]))
+        sent = torch.cat((sent[:, :first], own_tokens, sent[:, first:]), 1)
+        with lane.beside():
+            ranks = torus.beside(CHUNK_BLOCKS)
+            result = ranks.tokens_from_heads(sent, token_sizes=tokens, head_sizes=chunk.head_sizes)
+        own.append(self._partial(chunk.query, far.key, far.value, far_mask))
+        kept = merged(own)
+        lane.join(lane.mark())
+        begin = sum(chunk.head_sizes[: torus.slot])
+        result[:, :, begin : begin + kept.shape[2]] = kept
+        return result
+
+    def _partial(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Partial:
+        return attend_with_lse(query, key, value, mask, scale=self._scale)
 
     def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:
         ulysses = self._parallel.ulysses
         if ulysses.size == 1:
             return part
-        return (ulysses if is_alone else self._sparing()).tokens_from_heads(
+        return (ulysses if is_alone else ulysses.beside(CHUNK_BLOCKS)).tokens_from_heads(
             part, token_sizes=self._tokens, head_sizes=shard_sizes(num_heads, ulysses.size)
         )
+
+
+def _without(x: Tensor, sizes: Sequence[int], slot: int) -> Tensor:
+    """Tokens [B, S, ...] without those of one slot; a view if they are at an end."""
+    start = sum(sizes[:slot])
+    stop = start + sizes[slot]
+    if start == 0 or stop == x.shape[1]:
+        return x[:, stop:] if start == 0 else x[:, :start]
+    return torch.cat((x[:, :start], x[:, stop:]), 1)
 
 
 # Rings ----------------------------------------------------------------------------------------------

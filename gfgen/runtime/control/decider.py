@@ -194,7 +194,7 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
     if layout.cfg > 1 and not job.limits.uses_cfg:
         raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
-    if layout.ulysses > (most := job.limits.max_ulysses_degree):
+    if layout.head_degree > (most := job.limits.max_ulysses_degree):
         raise PolicyFault(f"job {task.job_id} has {most} attention heads, too few for {layout}")
     if layout.sequence_degree > (most := job.limits.max_sequence_degree):
         raise PolicyFault(f"job {task.job_id} can be split into {most} parts at most, not {layout}")

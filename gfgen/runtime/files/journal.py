@@ -190,9 +190,8 @@ def _entries(path: Path, *marks: str) -> Iterator[dict[str, Any]]:
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:
     """[number, job, index, ranks, degrees], and the stage of a step that runs no transformer."""
     layout, task = dispatch.layout, dispatch.task
-    degrees = [layout.cfg, layout.ulysses, layout.ring]
     choice = [task.stage.value] if task.stage is Stage.APPROXIMATE else []
-    return [dispatch.number, task.job_id, task.index, list(layout.ranks), degrees, *choice]
+    return [dispatch.number, task.job_id, task.index, list(layout.ranks), list(layout.degrees), *choice]
 
 
 def _move_away_foreign(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gfgen.graph import Trajectory
 from gfgen.job.spec import JobSpec
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout
 from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.ipc.migration import Transfer
 
@@ -90,8 +90,8 @@ class WarmUp:
     number: int
     spec: JobSpec
     checkpoint: str
-    degrees: tuple[tuple[int, int, int], ...] = ()
-    """(cfg, ulysses, ring) of the layouts whose steps to prepare, in any slot."""
+    degrees: tuple[Degrees, ...] = ()
+    """Of the layouts whose steps to prepare, in any slot."""
     decodes: tuple[int, ...] = ()
     """The numbers of ranks that may share a decode."""
     has_texts: bool = False

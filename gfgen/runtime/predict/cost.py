@@ -645,5 +645,5 @@ def _tasks(doubts: Sequence[UncertainEstimate]) -> str:
 
 
 def _words(degrees: Degrees) -> str:
-    named = zip(("cfg", "ulysses", "ring"), degrees, strict=True)
+    named = zip(("cfg", "ulysses", "ring", "torus"), degrees, strict=False)
     return " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "1 rank"

@@ -234,9 +234,9 @@ def _row_of(content: object) -> ProfileRow:
     if row.get("basis", "measured") not in BASES:
         raise ValueError(f"basis = {row['basis']!r}: one of {', '.join(BASES)} is accepted")
     degrees = row["degrees"]
-    is_triple = isinstance(degrees, list) and len(degrees) == 3
-    if not is_triple or any(type(degree) is not int or degree < 1 for degree in degrees):
-        raise ValueError(f"degrees {degrees!r}: three whole numbers are accepted, as in [1, 2, 1]")
+    is_known = isinstance(degrees, list) and len(degrees) in (3, 4)
+    if not is_known or any(type(degree) is not int or degree < 1 for degree in degrees):
+        raise ValueError(f"degrees {degrees!r}: three or four whole numbers are accepted, as in [1, 2, 1]")
     return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 

@@ -9,6 +9,7 @@ rank counts and decides for itself.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
 from gfgen.gfc.cuda.device_group import CudaGroup
-from gfgen.layout import MAX_RANKS, Layout
+from gfgen.layout import MAX_RANKS, Degrees, Layout
 from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError, Replay
 from gfgen.models.geometry.rules import known
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
 
     checkpoint: str
     shapes: object
-    degrees: tuple[int, int, int]
+    degrees: Degrees
     texts: tuple[object, ...]
     slot: int
 
@@ -199,15 +200,15 @@ class Forwards:
         unentered = self._unentered(layout)
         return unentered, None if unentered is None else rehearsal(unentered)
 
-    def _layouts(self, message: WarmUp, all_degrees: Iterable[tuple[int, int, int]]) -> Iterator[Layout]:
+    def _layouts(self, message: WarmUp, all_degrees: Iterable[Degrees]) -> Iterator[Layout]:
         """With this rank in each slot in turn, its own one first; the other ranks may be any."""
         others = [rank for rank in range(MAX_RANKS) if rank != self._rank]
-        for cfg, ulysses, ring in all_degrees:
-            number = cfg * ulysses * ring
+        for degrees in all_degrees:
+            number = math.prod(degrees)
             for turn in range(1 if message.in_own_slot else number):
                 slot = (self._rank + turn) % number
                 ranks = (*others[:slot], self._rank, *others[slot : number - 1])
-                yield Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)
+                yield Layout(ranks, *degrees)
 
 
 def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -> list[int]:

@@ -138,12 +138,13 @@ class JobFailure(ResponseModel):
 
 
 class LayoutView(ResponseModel):
-    """The ranks that share a step; their number is cfg x ulysses x ring."""
+    """The ranks that share a step; their number is cfg x torus x ulysses x ring."""
 
     ranks: list[int]
     cfg: int = 1
     ulysses: int = 1
     ring: int = 1
+    torus: int = 1
 
 
 class Job(ResponseModel):

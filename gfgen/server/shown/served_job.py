@@ -216,7 +216,11 @@ class ServedJob:
 
 def layout_view(layout: Layout) -> schemas.LayoutView:
     return schemas.LayoutView(
-        ranks=list(layout.ranks), cfg=layout.cfg, ulysses=layout.ulysses, ring=layout.ring
+        ranks=list(layout.ranks),
+        cfg=layout.cfg,
+        ulysses=layout.ulysses,
+        ring=layout.ring,
+        torus=layout.torus,
     )
 
 

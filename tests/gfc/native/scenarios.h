@@ -15,7 +15,7 @@ struct TaskSpec {
   uint64_t dispatch;
   Ranks ranks;
   std::vector<uint32_t> kinds;
-  int cfg = 1, ring = 1;
+  int cfg = 1, ring = 1, torus = 1;
   int slot_of(int rank) const;
 };
 

@@ -21,7 +21,8 @@ gfc::Descriptor describe(const TaskSpec& spec, int rank) {
   group.slot = static_cast<uint8_t>(spec.slot_of(rank));
   group.cfg = static_cast<uint8_t>(spec.cfg);
   group.ring = static_cast<uint8_t>(spec.ring);
-  group.ulysses = static_cast<uint8_t>(spec.ranks.size() / spec.cfg / spec.ring);
+  group.torus = static_cast<uint8_t>(spec.torus);
+  group.ulysses = static_cast<uint8_t>(spec.ranks.size() / spec.cfg / spec.ring / spec.torus);
   return group;
 }
 
@@ -48,7 +49,7 @@ Program real_tasks(std::vector<TaskSpec> tasks) {
 
 namespace {
 
-using gfc::kPair, gfc::kRing, gfc::kUlysses, gfc::kWhole;
+using gfc::kPair, gfc::kRing, gfc::kTorus, gfc::kUlysses, gfc::kWhole;
 
 Scenario tasks_on(int num_ranks, std::vector<TaskSpec> tasks) {
   Scenario scenario;
@@ -107,6 +108,29 @@ Program attentions(int ring, int num_chunks) {
       exchange(gfc::kUlysses).read();
     }
   };
+}
+
+// Two attentions in a torus: queries, then keys, then the way back, each read before the next one begins
+// (`is_fresh`), or in place: keys after the way back has begun.
+Scenario tori(bool is_fresh) {
+  Scenario scenario;
+  scenario.program = [is_fresh](Memory& mem) {
+    const TaskSpec spec{1, {0, 1}, {}, 1, 1, 2};
+    gfc::Edges edges{};
+    gfc::Task task = gfc::begin_task(describe(spec, mem.rank()), 0);
+    mem.demand(gfc::enter(mem, edges, task) == gfc::kOk, "entry failed");
+    uint64_t number = 0;
+    for (int attention = 0; attention < 2; ++attention) {
+      std::vector<Later> arrived;
+      for (int part = 0; part < 3; ++part) {
+        arrived.emplace_back(mem, ++number << 8, task, kTorus);
+        mem.demand(gfc::exchange(mem, task, kTorus, arrived.back()) == gfc::kOk, "exchange failed");
+        if (is_fresh) arrived.back().read();
+      }
+      if (!is_fresh) arrived[1].read();
+    }
+  };
+  return scenario;
 }
 
 Scenario attentions_on(int ring, int num_chunks) {
@@ -180,6 +204,15 @@ void add_real_cases(std::vector<Case>& cases) {
                    tasks_on(4, {{1, {0, 1, 2, 3}, {kUlysses, kRing, kUlysses, kRing}, 1, 2}})});
   cases.push_back({"cfg 2 x ulysses 2 in turn with the whole", true, "",
                    tasks_on(4, {{1, {0, 1, 2, 3}, {kUlysses, kPair, kUlysses, kWhole}, 2, 1}})});
+  cases.push_back({"torus 2 x ulysses 2, an attention and the next", true, "",
+                   tasks_on(4, {{1, {0, 1, 2, 3}, {kUlysses, kTorus, kTorus, kTorus, kUlysses, kUlysses}, 1, 1, 2}})});
+  cases.push_back({"torus 2 x ring 2, an attention and the next", true, "",
+                   tasks_on(4, {{1, {0, 1, 2, 3}, {kTorus, kRing, kTorus, kRing, kTorus, kTorus}, 1, 2, 2}})});
+  cases.push_back({"cfg 2 x torus 2 in turn with the pair", true, "",
+                   tasks_on(4, {{1, {0, 1, 2, 3}, {kTorus, kTorus, kTorus, kPair}, 2, 1, 2}})});
+  cases.push_back({"torus 3", true, "", tasks_on(3, {{1, {0, 1, 2}, {kTorus, kTorus}, 1, 1, 3}})});
+  cases.push_back({"fresh results in a torus", true, "", tori(true)});
+  cases.push_back({"keys of a torus read in place", false, "bytes:", tori(false)});
   cases.push_back({"attention reads where its heads arrived", true, "", attentions_on(1, 1)});
   cases.push_back({"heads are read while keys arrive in the ring", true, "", attentions_on(2, 1)});
   cases.push_back({"chunks of heads read in place", false, "bytes:", attentions_on(1, 2)});

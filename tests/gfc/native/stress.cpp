@@ -224,7 +224,10 @@ gfc::Descriptor draw_group(Random& random, int num_ranks, uint64_t dispatch, int
     if (left % divisor == 0) divisors.push_back(divisor);
   }
   group.ring = static_cast<uint8_t>(divisors[random() % divisors.size()]);
-  group.ulysses = static_cast<uint8_t>(left / group.ring);
+  left /= group.ring;
+  group.torus = static_cast<uint8_t>(draw(random, 1, left));
+  while (left % group.torus != 0) --group.torus;
+  group.ulysses = static_cast<uint8_t>(left / group.torus);
   return group;
 }
 
