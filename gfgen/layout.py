@@ -10,7 +10,7 @@ dimension fastest, so the ranks of one CFG half are neighbours:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -129,6 +129,8 @@ class Limits:
     """The most of them that can share the heads; beyond that they share keys, in rings."""
     max_decode_degree: int = 1
     """The most ranks that can share the rows of a decode."""
+    in_torus: bool = False
+    """Whether ranks exchange heads in a torus, since their links are slow."""
 
     @property
     def step_degree(self) -> int:
@@ -151,11 +153,14 @@ def _ways(limits: Limits, num_ranks: int) -> tuple[Degrees, ...]:
     branches = (2, 1) if limits.uses_cfg and num_ranks % 2 == 0 else (1,)
     shared = [(cfg, min(num_ranks // cfg, limits.max_sequence_degree)) for cfg in branches]
     most = max(cfg * sequence for cfg, sequence in shared)
-    return tuple(
-        Layout.sharing(tuple(range(most)), cfg=cfg, most_ulysses=limits.max_ulysses_degree).degrees
+    layouts = [
+        Layout.sharing(tuple(range(most)), cfg=cfg, most_ulysses=limits.max_ulysses_degree)
         for cfg, sequence in shared
         if cfg * sequence == most
-    )
+    ]
+    if limits.in_torus:
+        layouts = [replace(each, ulysses=1, torus=each.ulysses) for each in layouts]
+    return tuple([each.degrees for each in layouts])
 
 
 def shard_bounds(length: int, num_shards: int, shard_idx: int) -> tuple[int, int]:

@@ -22,11 +22,13 @@ from gfgen.errors import InputError, RunError
 from gfgen.errors import nearest as nearest_name
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
+from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 from gfgen.models.ahead.places import compiler_dirs
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, needed
 from gfgen.models.families.registry import find_configs
+from gfgen.runtime.ipc.arenas import HOST_PLAN
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.system.home import home
@@ -141,7 +143,10 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
         reached = [peer for peer in peers if cuda.can_access(device, peer)]
         apart = [str(peer) for peer in peers if peer not in reached]
         if apart:
-            missing.append(f"peer access from GPU {device} to {', '.join(apart)}: they cannot share a layout")
+            missing.append(
+                f"peer access from GPU {device} to {', '.join(apart)}: steps across them need "
+                f"--transport host, which pins {arena_bytes(HOST_PLAN) >> 20} MiB of main memory for each GPU"
+            )
         fast = [str(peer) for peer in reached if cuda.has_nvlink(device, peer)]
         slow = [str(peer) for peer in reached if str(peer) not in fast]
         if fast:

@@ -28,7 +28,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL, MODELS
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
-from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES
+from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS, DEVICES, TRANSPORTS
 from gfgen.runtime.files.resume import GRACE_S
 from gfgen.session.ranks import AskedRanks, Ranks
 
@@ -257,6 +257,12 @@ class RankOptions(AskedRanks):
         type=RANKS,
         default=1,
         metavar="N",
+    )
+    transport: str = option(
+        "How GPUs share a step: peer memory, or main memory, also where GPUs do not reach each other "
+        "(docs/collectives.md). auto: peer memory, and no steps across other GPUs.",
+        type=click.Choice(TRANSPORTS),
+        default="auto",
     )
     memory: str | None = option(
         'Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',

@@ -122,16 +122,17 @@ class ArenaPlan:
         return int(native.library().gfc_plan_hash(self.as_native()))
 
 
-def create_arena(plan: ArenaPlan, *, rank: int, incarnation: int) -> int:
+def create_arena(plan: ArenaPlan, *, rank: int, incarnation: int, num_bytes: int = 0) -> int:
     """File descriptor of a fresh arena; the caller owns it.
 
+    num_bytes: with what GPUs need behind it (device_arena.arena_bytes); 0: nothing.
     Pages are allocated when first written, so an unused arena costs next to nothing.
     """
     fd = os.memfd_create(f"gfc-{rank}.{incarnation}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, plan.arena_bytes)
+    os.ftruncate(fd, max(num_bytes, plan.arena_bytes))
     # Shrinking would turn every rank's next access into SIGBUS.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    address = _map(fd, plan)
+    address = map_memory(fd, plan.arena_bytes)
     native.library().gfc_arena_format(address, plan.as_native(), rank, incarnation)
     native.library().gfc_arena_unmap(address, plan.arena_bytes)
     return fd
@@ -144,7 +145,7 @@ class Arena:
         self.rank = rank
         self.incarnation = incarnation
         self._num_bytes = plan.arena_bytes
-        self.address = _map(fd, plan)
+        self.address = map_memory(fd, self._num_bytes)
         native_plan = plan.as_native()
         if not native.library().gfc_arena_check(self.address, native_plan, rank, incarnation):
             self.close()
@@ -172,8 +173,8 @@ class Arena:
             self.address = 0
 
 
-def _map(fd: int, plan: ArenaPlan) -> int:
-    num_bytes = plan.arena_bytes
+def map_memory(fd: int, num_bytes: int) -> int:
+    """Where this process maps an arena. Raises: ProtocolError if it is smaller."""
     if os.fstat(fd).st_size < num_bytes:
         raise ProtocolError(f"an arena of {os.fstat(fd).st_size} bytes, but its plan has {num_bytes}")
     address = int(native.library().gfc_arena_map(fd, num_bytes))

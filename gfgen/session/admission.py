@@ -248,6 +248,8 @@ class Admission:
         named, unknown = self.memory.patches.named(specs)
         shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
         jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
+        if self.memory.devices.over_host:
+            jobs = tuple(replace(job, limits=replace(job.limits, in_torus=True)) for job in jobs)
         return jobs, (*unknown, *refused)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:

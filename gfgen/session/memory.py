@@ -263,7 +263,8 @@ class GpuMemory(HostMemory):
         from gfgen.gfc.cuda.device_arena import arena_bytes
 
         plan = default_plan(num_ranks=self.devices.num_ranks, are_on_gpus=True)
-        return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
+        arena = 0 if self.devices.over_host else arena_bytes(plan)
+        return arena + SIDE_BYTES + CONTEXT_BYTES
 
     @property
     def room_bytes(self) -> int | None:
@@ -300,7 +301,9 @@ class GpuMemory(HostMemory):
             return WHOLE
         work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
         is_alone = self.work.keys() <= {checkpoint}  # models with shards do not take turns
-        num_sharing = min(map(len, self.devices.islands)) if is_alone else 1
+        # Blocks of other ranks are read from their GPUs' memory.
+        reaches = is_alone and not self.devices.over_host
+        num_sharing = min(map(len, self.devices.islands)) if reaches else 1
         if (found := placed(parts, room_bytes - work_bytes)).streamed:
             left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
             found = placed(parts, left_bytes, num_sharing=num_sharing)

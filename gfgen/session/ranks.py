@@ -87,6 +87,7 @@ class Ranks:
         words = ["--random-weights"] if self.has_random_weights else []
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
+        words += ["--transport", "host"] if self.devices.over_host else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         for option, texts in self.precision.by_option.items():
             words += [word for text in texts for word in (f"--{option}", text)]
@@ -102,6 +103,7 @@ class Ranks:
             device=devices.kind,
             num_gpus=len(devices.gpus),
             islands=devices.islands,
+            over_host=devices.over_host,
             memory_limit=devices.rank_limit,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
@@ -151,6 +153,7 @@ class AskedRanks:
     ranks: int | None = None
     device: str = "auto"
     ranks_per_gpu: int = 1
+    transport: str = "auto"
     memory: str | None = None
     random_weights: bool = False
     vae_dtype: str = "auto"
@@ -164,7 +167,11 @@ class AskedRanks:
         """These ranks on this machine, or `cpu_ranks` at most. Raises: InputError if it cannot have them."""
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
-            self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
+            self.device,
+            self.ranks,
+            memory_limit=limit,
+            ranks_per_gpu=self.ranks_per_gpu,
+            transport=self.transport,
         )
         if devices.kind == CPU:
             devices = replace(devices, num_ranks=self.ranks or machine.fitting_ranks(cpu_ranks))
@@ -229,7 +236,8 @@ def ready_pool(
     islands = ranks.devices.islands
     if len(islands) > 1:
         logger.info(
-            "only GPUs with peer access can share a step: %s", "; ".join(str(list(i)) for i in islands)
+            "only GPUs with peer access can share a step, unless with --transport host: %s",
+            "; ".join(str(list(i)) for i in islands),
         )
     settings = replace(
         ranks.settings,

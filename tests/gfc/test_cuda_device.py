@@ -26,9 +26,10 @@ NUM_DISPATCHES = 2000 // RANKS_PER_GPU
 pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
-@pytest.fixture
-def ranks() -> Iterator[CudaRanks]:
-    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS)
+@pytest.fixture(params=[False, True], ids=("peer", "host"))
+def ranks(request: pytest.FixtureRequest) -> Iterator[CudaRanks]:
+    """Over peer memory, and over main memory."""
+    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS, over_host=request.param)
     yield started
     started.close()
 

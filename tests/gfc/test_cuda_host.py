@@ -292,7 +292,7 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
 
     group: Any = LooseGroup.__new__(LooseGroup)
     group.size, group.slot, group.bank = 2, 0, Bank((0, 0), 1 << 20)
-    group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose))
+    group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose), is_over_host=False)
     group._prepare_launch = lambda *_, **__: "a launch"
     x = torch.zeros(68, dtype=torch.int16)[offset : offset + 64]
     assert x.storage_offset() == offset

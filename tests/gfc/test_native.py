@@ -72,6 +72,7 @@ def test_every_safe_variant_is_found_safe(verdicts: list[list[str]]) -> None:
         "signal before the bytes",
         "chunks of heads read in place",
         "keys of a torus read in place",
+        "slices in a single bank",
         "looking for sleepers before ringing",
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees, Layout, with_torus
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.parallel.shared_attention import TokenSizes, _num_chunks
-from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas
+from gfgen.runtime.ipc.arenas import GPU_PLAN, HOST_PLAN, RankArenas
 
 PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 MAX_OUTPUT_CHANNELS = 192
@@ -49,6 +50,20 @@ def test_arenas_of_cpu_ranks_are_there_from_the_start():
     arenas.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fds[0])
+
+
+def test_arenas_of_gpus_in_main_memory_are_made_here_with_room_for_flags():
+    arenas = RankArenas(PLAN, num_ranks=2, are_on_gpus=True, over_host=True)
+    ranks, fds = arenas.known_to(0, among=(0, 1))
+    assert ranks == (0, 1)
+    assert [os.fstat(fd).st_size for fd in fds[:-1]] == [arena_bytes(PLAN)] * 2
+    Arena(fds[0], PLAN, rank=0, incarnation=1).close()
+    arenas.take(0, ())
+    arenas.renew(1, incarnation=2)
+    arena = arenas.arena(1)
+    assert arena is not None
+    Arena(arena, PLAN, rank=1, incarnation=2).close()
+    arenas.close()
 
 
 def test_a_rank_on_a_gpu_brings_its_own_arena(on_gpus: RankArenas):
@@ -99,22 +114,30 @@ def layouts(num_ranks: int) -> Iterator[Degrees]:
             ).degrees
 
 
+@pytest.mark.parametrize("plan", [GPU_PLAN, HOST_PLAN], ids=("gpu", "host"))
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: ForwardShape, num_ranks: int):
-    """Of all shapes that are measured, on all degrees: none has to go in several chunks of heads."""
+def test_arenas_hold_every_exchange_of_an_attention_at_once(
+    shape: ForwardShape, num_ranks: int, plan: ArenaPlan
+):
+    """Of all shapes that are measured, on all degrees: none has to go in several chunks of heads.
+
+    In main memory, on tori of all ranks or of halves.
+    """
     geometry = shipped_geometry(shape.model)
     spec = JobSpec(id="a", prompt="a", width=shape.width, height=shape.height, frames=shape.frames, steps=2)
     num_tokens = geometry.num_tokens(geometry.resolve(spec))
     num_text = 1024 if shape.model == "qwen-image" else 0  # attended to jointly; its tokenizer's bound
     for degrees in layouts(num_ranks):
         cfg, ulysses, ring, torus = with_torus(degrees)
+        if plan == HOST_PLAN and ulysses * ring > 1:
+            continue
         num_branches = 3 - cfg  # both may go through one forward
         query = torch.empty((num_branches, 1, geometry.num_heads, 128), dtype=torch.bfloat16)
         rooms = {
             kind: bank_of(
-                GPU_PLAN.data_bytes,
-                GPU_PLAN.post_bytes,
+                plan.data_bytes,
+                plan.post_bytes,
                 degrees,
                 canonical(degrees, GROUP_KINDS[kind]),
             ).num_bytes
@@ -134,5 +157,9 @@ def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: Forwar
             )
         ]
         assert _num_chunks(query, parallel, TokenSizes(tuple(shards), ulysses, ring)) == 1
+        if torus > 1:
+            num_heads = math.ceil(math.ceil(geometry.num_heads / ulysses) / torus)
+            num_keys = sum(shards) // ring + torus
+            assert 2 * num_branches * num_keys * num_heads * 128 * 2 <= rooms["torus"]
         gathered_bytes = 2 * num_branches * num_tokens * MAX_OUTPUT_CHANNELS
         assert gathered_bytes <= min(room for room in rooms.values() if room)

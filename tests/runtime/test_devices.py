@@ -171,3 +171,14 @@ def test_ranks_that_share_a_gpu_reach_each_other():
     apart = tuple(Gpu("a GPU", 100, frozenset()) for _ in range(2))
     assert choose_devices(ranks_per_gpu=2, find=lambda: apart, num_ranks=4).islands == ((0, 2), (1, 3))
     assert choose_devices(ranks_per_gpu=4, find=lambda: apart[:1]).islands == ((0, 1, 2, 3),)
+
+
+def test_gpus_without_peer_access_share_steps_over_main_memory_only():
+    apart = [Gpu("a GPU", 10**11, frozenset()) for _ in range(3)]
+    assert choose_devices(find=lambda: apart).islands == ((0,), (1,), (2,))
+    over_host = choose_devices(find=lambda: apart, transport="host")
+    assert over_host.over_host
+    assert over_host.islands == ((0, 1, 2),)
+    with pytest.raises(InputError, match=r"--transport peer: .* \[0\]; \[1\]; \[2\]; use auto or host"):
+        choose_devices(find=lambda: apart, transport="peer")
+    assert choose_devices("cpu", transport="peer").islands == ((0, 1, 2, 3),)

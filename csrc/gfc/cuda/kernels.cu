@@ -468,6 +468,125 @@ extern "C" __global__ void __launch_bounds__(32) gfc_bulk(const __grid_constant_
 
 namespace gfc {
 
+// The messages of one direction, cut in slices of `slice_bytes` in the packed order of bytes, which is
+// the same on both sides; at least one slice each. Built by all threads of a block, by item: a tensor and
+// the rank `item / moves + 1` steps away.
+struct Slices {
+  Box boxes[kMaxRanks * kMaxMoves];
+  uint64_t packed[kMaxRanks * kMaxMoves];  // where the message begins in the result's place
+  uint32_t ends[kMaxRanks * kMaxMoves];    // slices of this item and those before it
+  int count;
+
+  __device__ void build(const Exchange& exchange, const Peers& peers, bool is_outgoing) {
+    const int num_moves = max(exchange.num_moves, 1), size = peers.size, item = threadIdx.x;
+    if (item == 0) count = (size - 1) * num_moves;
+    if (item < (size - 1) * num_moves) {
+      const int step = item / num_moves + 1;
+      const int source = is_outgoing ? peers.own : (peers.own + size - step) % size;
+      const int target = is_outgoing ? (peers.own + step) % size : peers.own;
+      boxes[item] = Box{};
+      packed[item] = 0;
+      if (exchange.num_moves != 0) {
+        const Move& move = exchange.moves[item % num_moves];
+        boxes[item] = box_of(move, size, source, target);
+        packed[item] = packed_offset(move, source, target);
+      }
+      const uint64_t bytes = exchange.num_moves == 0 ? 0 : bytes_of(boxes[item]);
+      ends[item] = max(1u, static_cast<uint32_t>((bytes + exchange.tile_bytes - 1) / exchange.tile_bytes));
+    }
+    __syncthreads();
+    if (item == 0) {
+      for (int i = 1; i < count; ++i) ends[i] += ends[i - 1];
+    }
+    __syncthreads();
+  }
+  // The item of a slice, and which of its rank's slices it is: the place of its word.
+  __device__ int item_of(uint32_t slice) const {
+    int item = 0;
+    while (slice >= ends[item]) ++item;
+    return item;
+  }
+  __device__ uint32_t begin_of(int item) const { return item == 0 ? 0 : ends[item - 1]; }
+  __device__ uint32_t total() const { return count == 0 ? 0 : ends[count - 1]; }
+};
+
+// Waits for the word of a slice, and clears it. One thread. False: the task is poisoned.
+__device__ inline bool take_slice(Context& context, const Present& present, int slot, char* address,
+                                  uint64_t flag) {
+  CudaMemory mem(context);
+  uint64_t started_ns = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    const uint64_t word = load_acquire_sys(address);
+    if (word == flag) break;
+    if (word == 0 && polls % kPollsPerHostLook != 0) continue;
+    const Wait wait = present.wait(slot, unpack(flag));
+    const Status status = word != 0              ? kProtocol
+                          : is_poisoned(context) ? kAborted
+                                                 : give_up(mem, wait, started_ns);
+    if (status == kOk) continue;
+    leave(context, Record{status, wait.rank, wait.peer, wait.line, wait.dispatch, flag, word});
+    return false;
+  }
+  store_relaxed_sys(address, 0);
+  return true;
+}
+
+}  // namespace gfc
+
+// An exchange through arenas in host memory, which neither side reads or writes quickly: some blocks push
+// slices while others take those that have come, so both directions of the link are busy. Grid num_slices
+// pushers + num_keepers takers, block of 32 to 512; slices of tile_bytes, a multiple of 16, alike on all
+// ranks. Every result has an output; without moves it is a barrier.
+//
+// The word of a slice lies in the inbox for messages with flags, where the next slice's is 8 bytes behind.
+// What gfc_flagged says of these words holds here: cleared when read, banks by the parity of the edge's
+// count, and nobody writes to a bank whose words have not been read. Pushers never wait.
+extern "C" __global__ void __launch_bounds__(512) gfc_staged(const __grid_constant__ Exchange exchange) {
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  __shared__ Slices slices;
+  __shared__ Box box;
+  __shared__ bool has_arrived;
+  if (!start(context, exchange.kind, present)) return;
+  const Peers& peers = present.peers;
+  const int size = peers.size, num_moves = max(exchange.num_moves, 1);
+  const bool is_pusher = blockIdx.x < exchange.num_slices;
+  slices.build(exchange, peers, is_pusher);
+  const uint32_t worker = is_pusher ? blockIdx.x : blockIdx.x - exchange.num_slices;
+  const uint32_t num_workers = is_pusher ? exchange.num_slices : exchange.num_keepers;
+  const uint64_t flag = flag_of(present.tag());
+  if (!is_pusher) {
+    ThreadCopier copier{exchange.unit_bytes};
+    keep(exchange, present, copier, box, worker);
+  }
+  for (uint32_t slice = worker; slice < slices.total(); slice += num_workers) {
+    const int item = slices.item_of(slice), step = item / num_moves + 1;
+    const int slot = is_pusher ? (peers.own + step) % size : (peers.own + size - step) % size;
+    const uint64_t word = 8ull * (slice - slices.begin_of((step - 1) * num_moves));
+    const Move& move = exchange.moves[item % num_moves];
+    const uint32_t units = exchange.tile_bytes / exchange.unit_bytes;
+    const uint32_t first = (slice - slices.begin_of(item)) * units;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      has_arrived = is_pusher || take_slice(context, present, slot, flagged_inbox(present, slot) + word, flag);
+      const Box& whole = slices.boxes[item];
+      box = is_pusher ? as_packed(whole, slices.packed[item]) : as_unpacked(whole, slices.packed[item]);
+    }
+    __syncthreads();
+    if (!has_arrived) return;
+    if (exchange.num_moves != 0) {
+      const char* from = is_pusher ? reinterpret_cast<const char*>(move.input) : present.result(move, peers.own);
+      char* to = is_pusher ? present.result(move, slot) : reinterpret_cast<char*>(move.output);
+      copy_box(from, to, box, exchange.unit_bytes, first + threadIdx.x, blockDim.x, first + units);
+    }
+    __syncthreads();
+    if (is_pusher && threadIdx.x == 0) store_release_sys(flagged_outbox(present, slot) + word, flag);
+  }
+  finish(context, present);
+}
+
+namespace gfc {
+
 __device__ inline uint32_t transfer_tag(const Context& context, const Chunk& chunk, int source,
                                         int target, uint32_t purpose) {
   uint64_t seed = mix(mix(mix(0, chunk.dispatch), chunk.label), source * 256 + target);

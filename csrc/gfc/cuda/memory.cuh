@@ -44,6 +44,9 @@ __device__ inline uint64_t timer_ns() {
 // over PCIe: 157 ns a poll on an H200, so a stop is noticed within about 0.3 ms.
 constexpr uint32_t kPollsPerLook = 2048;
 
+// The same where the word that is polled lies in host memory, too: above 1 us a poll.
+constexpr uint32_t kPollsPerHostLook = 256;
+
 __device__ inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"

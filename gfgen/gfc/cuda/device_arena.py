@@ -4,6 +4,9 @@ Each rank makes its own and passes the file descriptor to the others (SCM_RIGHTS
 allocations: if a peer is killed while it writes, the survivors' contexts stay valid. With cudaIpc mappings
 they do not (measured).
 
+Where GPUs do not reach each other, arenas lie in host memory instead (`HostArena`). The host makes them, and
+all ranks map and pin them.
+
 Each rank also has a page in host memory that the host maps, too: the word that aborts, and the record of the
 last failure. It is the header of a small CPU arena, so the host needs no GPU.
 """
@@ -11,11 +14,13 @@ last failure. It is the header of a small CPU arena, so the host needs no GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan
+from gfgen.errors import RunError
+from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan, map_memory
 from gfgen.gfc.cuda.driver import Driver, driver
 from gfgen.gfc.cuda.kernels import FLAGGED_BYTES, NUM_BANKS
-from gfgen.gfc.native import MAX_RANKS
+from gfgen.gfc.native import MAX_RANKS, library
 
 MIB = 1 << 20
 
@@ -39,6 +44,7 @@ class DeviceArena:
     address: int
     num_bytes: int
     driver: Driver
+    is_on_host: ClassVar[bool] = False
 
     @classmethod
     def create(cls, plan: ArenaPlan, *, device: int) -> tuple[DeviceArena, int]:
@@ -67,10 +73,41 @@ class DeviceArena:
         cuda.call("cuMemRelease", handle)
         return cls(plan, device, address, num_bytes, cuda)
 
+    def open_peer(self, fd: int) -> DeviceArena:
+        """Another rank's arena of the same kind."""
+        return type(self).open(fd, self.plan, device=self.device)
+
     def close(self) -> None:
         if self.address:
-            self.driver.unmap(self.address, self.num_bytes)
+            self._unmap()
             self.address = 0
+
+    def _unmap(self) -> None:
+        self.driver.unmap(self.address, self.num_bytes)
+
+
+@dataclass(slots=True)
+class HostArena(DeviceArena):
+    """An arena in host memory (`arena.create_arena` of `arena_bytes`), pinned for kernels of one device."""
+
+    host_address: int = 0
+    is_on_host: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, fd: int, plan: ArenaPlan, *, device: int) -> HostArena:
+        cuda, num_bytes = driver(), arena_bytes(plan)
+        cuda.use(device)
+        host_address = map_memory(fd, num_bytes)
+        try:
+            address = cuda.register_host(host_address, num_bytes)
+        except RunError as error:
+            library().gfc_arena_unmap(host_address, num_bytes)
+            raise RunError(f"cannot pin {num_bytes} bytes of main memory for exchanges: {error}") from error
+        return cls(plan, device, address, num_bytes, cuda, host_address)
+
+    def _unmap(self) -> None:
+        self.driver.call("cuMemHostUnregister", self.host_address)
+        library().gfc_arena_unmap(self.host_address, self.num_bytes)
 
 
 def _fresh_lines(plan: ArenaPlan) -> bytes:

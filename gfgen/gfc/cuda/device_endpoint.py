@@ -35,7 +35,7 @@ from gfgen.gfc.cuda.kernels import (
     Kernels,
     Launch,
 )
-from gfgen.gfc.cuda.selector import load_selector
+from gfgen.gfc.cuda.selector import HOST_BLOCKS, HOST_SLICE_BYTES, KernelChoice, load_selector
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import nanoseconds
 from gfgen.layout import Layout
@@ -82,11 +82,15 @@ class CudaEndpoint:
         self.incarnations = dict(incarnations)
         self.arenas = {rank: own}
         for peer, fd in peer_fds.items():
-            self.arenas[peer] = DeviceArena.open(fd, plan, device=device)
+            self.arenas[peer] = own.open_peer(fd)
         self._own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.context = self.driver.allocate(ctypes.sizeof(Context))
         self._write_context()
-        self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
+        self.is_over_host = own.is_on_host
+        """Whether arenas lie in host memory: results then never stay there."""
+        self.host_choice = KernelChoice("staged", HOST_BLOCKS, HOST_SLICE_BYTES)
+        if not own.is_on_host:
+            self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
         self.context_bytes_1d = as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
@@ -261,7 +265,7 @@ class CudaEndpoint:
         """As `Endpoint.replace_peer`; waits for the device, since memory is unmapped."""
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
-        self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
+        self.arenas[rank] = self.arenas[self.rank].open_peer(fd)
         self.incarnations[rank] = incarnation
         self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank

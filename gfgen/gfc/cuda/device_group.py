@@ -167,6 +167,7 @@ class CudaGroup(Exchanges):
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
     ) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
+        in_arena = in_arena and not endpoint.is_over_host
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         if endpoint.failed.value:
@@ -219,8 +220,10 @@ class CudaGroup(Exchanges):
         Whether messages carry flags depends only on what all ranks know. If a rank's own strides or
         addresses decided, ranks could wait in different places.
         """
+        over_host = self._endpoint.host_choice if self._endpoint.is_over_host else None
         if resharding is None:
-            return self._prepare_launch((), [], KernelChoice("flagged", 1), unit_bytes=8, tensors=())
+            choice = over_host or KernelChoice("flagged", 1)
+            return self._prepare_launch((), [], choice, unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
         split_dim, concat_dim, _, concats, _ = resharding
@@ -244,7 +247,7 @@ class CudaGroup(Exchanges):
             pointer = x.data_ptr() & 15 if x.numel() else 0
             unit_bytes = min(unit_bytes, move.unit_bytes, pointer & -pointer or 16)
         offsets, num_bytes = offsets_of(moves)
-        choice = self._endpoint.selector.choose(
+        choice = over_host or self._endpoint.selector.choose(
             num_ranks=self.size,
             in_arena=in_arena,
             pair_bytes=sum(move.pair_bytes for move in moves),
@@ -283,7 +286,11 @@ class CudaGroup(Exchanges):
         num_moves = max(1, len(moves))
         limit = min(choice.blocks, self._most_blocks)
         block, shared_bytes = _THREADS, 0
-        if choice.path == "flagged":
+        if choice.path == "staged":
+            name, wanted = "staged", (self.size - 1) * max(1, -(-longest * len(moves) // choice.tile_bytes))
+            exchange.num_slices = exchange.num_keepers = max(1, min(limit // 2, wanted))
+            grid = exchange.num_slices + exchange.num_keepers
+        elif choice.path == "flagged":
             name, items = "flagged", self.size * num_moves
             dense_bytes = moves[0].dense_bytes if len(moves) == 1 else 0
             if dense_bytes or not moves:

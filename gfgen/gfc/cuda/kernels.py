@@ -124,7 +124,7 @@ SIZES = tuple(ctypes.sizeof(structure) for structure in (Context, Move, Exchange
 """As `gfc_sizes` in the compiled kernels: other sizes mean other sources."""
 
 
-NAMES = ("enter", "flagged", "flagged_dense", "exchange", "send", "recv", "restart_edge")
+NAMES = ("enter", "flagged", "flagged_dense", "exchange", "staged", "send", "recv", "restart_edge")
 MAX_SHARED_BYTES = 200 << 10
 """Of one block: four stages of tiles, somewhat below the limit of sm_90. Desktop cards of compute capability
 12.0 have bulk copies but only 99 KiB (CUDA C++ Programming Guide, table of compute capabilities), so threads

@@ -32,12 +32,20 @@ _SPAWN = multiprocessing.get_context("spawn")
 class CudaRanks:
     """`num_ranks` processes with a device each, or on `num_devices` that they share.
 
+    over_host: their arenas lie in host memory.
     Ranks that share a device take turns on it, so all waits may take that many times as long.
     """
 
     def __init__(
-        self, num_ranks: int, plan: ArenaPlan, *, timeout_s: float = 30.0, num_devices: int = 0
+        self,
+        num_ranks: int,
+        plan: ArenaPlan,
+        *,
+        timeout_s: float = 30.0,
+        num_devices: int = 0,
+        over_host: bool = False,
     ) -> None:
+        self.over_host = over_host
         self.num_devices = num_devices or num_ranks
         self.ranks_per_device = -(-num_ranks // self.num_devices)
         self.plan, self.timeout_s = plan, self.ranks_per_device * timeout_s
@@ -149,7 +157,7 @@ class CudaRanks:
         device = rank % self.num_devices
         process = _SPAWN.Process(
             target=_serve,
-            args=(theirs, self.plan, rank, device, self.incarnations[rank], self.timeout_s),
+            args=(theirs, self.plan, rank, device, self.incarnations[rank], self.timeout_s, self.over_host),
             daemon=True,
         )
         process.start()
@@ -161,6 +169,20 @@ class CudaRanks:
         send_handle(ours, fd, process.pid)
 
     def _take_arena(self, rank: int) -> None:
+        if self.over_host:
+            from gfgen.gfc.cuda.device_arena import arena_bytes
+
+            fd = create_arena(
+                self.plan,
+                rank=rank,
+                incarnation=self.incarnations[rank],
+                num_bytes=arena_bytes(self.plan),
+            )
+            self.arena_fds[rank] = fd
+            pid = self.processes[rank].pid
+            assert pid is not None
+            send_handle(self.pipes[rank], fd, pid)
+            return
         if not self.pipes[rank].poll(self.reply_timeout_s):
             raise WorkerError(f"rank {rank} made no arena")
         self.arena_fds[rank] = recv_handle(self.pipes[rank])
@@ -175,10 +197,16 @@ class CudaRanks:
 
 
 def _serve(
-    pipe: Connection, plan: ArenaPlan, rank: int, device: int, incarnation: int, timeout_s: float
+    pipe: Connection,
+    plan: ArenaPlan,
+    rank: int,
+    device: int,
+    incarnation: int,
+    timeout_s: float,
+    over_host: bool,
 ) -> None:
     """A rank's process: sets itself up, then runs programs until it gets None."""
-    endpoint = _set_up(pipe, plan, rank, device, incarnation, timeout_s)
+    endpoint = _set_up(pipe, plan, rank, device, incarnation, timeout_s, over_host)
     pipe.send((True, None))
     while (command := pipe.recv()) is not None:
         program, arguments = command
@@ -199,19 +227,30 @@ def _serve(
 
 
 def _set_up(
-    pipe: Connection, plan: ArenaPlan, rank: int, device: int, incarnation: int, timeout_s: float
+    pipe: Connection,
+    plan: ArenaPlan,
+    rank: int,
+    device: int,
+    incarnation: int,
+    timeout_s: float,
+    over_host: bool,
 ) -> CudaEndpoint:
     import torch
 
-    from gfgen.gfc.cuda.device_arena import DeviceArena
+    from gfgen.gfc.cuda.device_arena import DeviceArena, HostArena
     from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
     torch.set_num_threads(1)
     torch.cuda.set_device(device)
     torch.zeros(1, device="cuda")
     control_fd = recv_handle(pipe)
-    own, fd = DeviceArena.create(plan, device=device)
-    send_handle(pipe, fd, os.getppid())
+    own: DeviceArena
+    if over_host:
+        fd = recv_handle(pipe)
+        own = HostArena.open(fd, plan, device=device)
+    else:
+        own, fd = DeviceArena.create(plan, device=device)
+        send_handle(pipe, fd, os.getppid())
     os.close(fd)
     incarnations: dict[int, int] = pipe.recv()
     peer_fds = {peer: recv_handle(pipe) for peer in incarnations}

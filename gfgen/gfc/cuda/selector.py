@@ -17,7 +17,7 @@ from typing import Literal
 from gfgen.gfc.cuda.compiler import put
 from gfgen.system.machine import cache_dir
 
-KernelPath = Literal["flagged", "threads", "bulk"]
+KernelPath = Literal["flagged", "threads", "bulk", "staged"]
 KIB, MIB = 1 << 10, 1 << 20
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ TableKey = tuple[int, bool]
 """Number of ranks, and whether the result stays in the arena."""
 FALLBACK = KernelChoice("threads", 128)
 """If the choice does not apply: bulk copies need units of 16 bytes, flags units of 8."""
+
+HOST_BLOCKS, HOST_SLICE_BYTES = 16, 256 * KIB
+"""Of exchanges through host memory: blocks, half of which push and half of which take, and slices, on which
+all ranks must agree. Few multiprocessors are enough for PCIe."""
 
 FLAGGED_LIMIT = 512 * KIB
 MIN_FLAGGED_UNIT, MIN_BULK_UNIT = 8, 16

@@ -110,28 +110,25 @@ def _gathered_masks(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> _Mas
 
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
-    """The requested or fastest number of chunks, or more until each chunk fits in a bank."""
-    degree = parallel.ulysses.size * parallel.torus.size
-    wanted = parallel.num_chunks
-    if wanted is None:
-        wanted = best_num_chunks(query.device, degree, sum(sizes.by_slot)) if parallel.torus.size == 1 else 1
+    """The requested or fastest number of chunks, or more until each chunk fits in a bank.
+
+    Not in a torus: banks differ between transports, and the bits may differ with the number of chunks. What
+    does not fit there goes in rounds.
+    """
+    if parallel.torus.size > 1:
+        return parallel.num_chunks or 1
+    degree = parallel.ulysses.size
+    wanted = parallel.num_chunks or best_num_chunks(query.device, degree, sum(sizes.by_slot))
     most = query.shape[2] // degree
     fitting = (count for count in range(wanted, most + 1) if _fits(query, parallel, sizes, num_chunks=count))
     return next(fitting, most)
 
 
 def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
-    num_heads, ulysses, torus = query.shape[2], parallel.ulysses, parallel.torus
-    chunks = head_chunks(num_heads, ulysses.size * torus.size, num_chunks)
-    of_group = -(-max(stop - start for start, stop in chunks) // ulysses.size)
-    of_rank = -(-of_group // torus.size)
-    head_bytes = query.shape[0] * query.shape[3] * query.element_size()
-    in_torus = max(sum(sizes.in_torus(idx)) for idx in range(parallel.ring.size))
-    needed = (
-        (ulysses, 3 * max(sizes.blocks) * of_group),
-        (torus, 2 * in_torus * of_rank),
-        (parallel.ring, 2 * sum(sizes.by_slot) * of_rank),
-    )
+    num_heads, degree = query.shape[2], parallel.ulysses.size
+    longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
+    head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
+    needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
     return all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed)
 
 

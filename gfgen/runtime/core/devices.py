@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CPU, CUDA = "cpu", "cuda"
 DEVICES = ("auto", CPU, CUDA)
+TRANSPORTS = ("auto", "peer", "host")
 DEFAULT_CPU_RANKS = 4
 
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
@@ -55,6 +56,8 @@ class Devices:
     """The most bytes that a run may use of each GPU, or of main memory for CPU ranks."""
     ranks_per_gpu: int = 1
     """How many ranks share each GPU; the last GPUs may have fewer."""
+    over_host: bool = False
+    """Whether ranks exchange through main memory, so that all of them can share a step."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -76,7 +79,7 @@ class Devices:
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that reach each other's memory. A layout stays within one."""
+        """Sets of ranks that exchange with each other. A layout stays within one."""
         islands: list[list[int]] = []
         for rank in range(self.num_ranks):
             reached = (island for island in islands if all(self._reach(rank, other) for other in island))
@@ -89,7 +92,7 @@ class Devices:
 
     def _reach(self, rank: int, other: int) -> bool:
         """Whether two ranks reach each other's memory. CPU ranks and ranks on one GPU do."""
-        if not self.gpus:
+        if not self.gpus or self.over_host:
             return True
         one, two = rank % len(self.gpus), other % len(self.gpus)
         pairs = () if one == two else ((one, two), (two, one))
@@ -102,6 +105,7 @@ def choose_devices(
     *,
     memory_limit: int | None = None,
     ranks_per_gpu: int = 1,
+    transport: str = "auto",
     find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
     """The devices of these options, each of them optional. Raises: InputError if there are fewer GPUs."""
@@ -112,7 +116,10 @@ def choose_devices(
             raise InputError("--device cuda: no usable GPU ('gfgen doctor' says why); use cpu")
         if ranks_per_gpu > 1:
             logger.info("--ranks-per-gpu has no effect on CPU ranks")
-        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit)
+        over_host = transport == "host"
+        if transport == "peer":
+            logger.info("--transport peer has no effect on CPU ranks")
+        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit, over_host=over_host)
     most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
     count = num_ranks or most
     if count > most:
@@ -123,7 +130,11 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
-    return Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu)
+    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, over_host=transport == "host")
+    if transport == "peer" and len(devices.islands) > 1:
+        apart = "; ".join(str(list(island)) for island in devices.islands)
+        raise InputError(f"--transport peer: these ranks do not reach each other: {apart}; use auto or host")
+    return devices
 
 
 def parse_memory(text: str, *, option: str = "--memory") -> int:

@@ -9,6 +9,7 @@ from socket import socket
 from typing import Any
 
 from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.models.families.precision import Precision
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.weights import Placement
@@ -25,6 +26,8 @@ class RankSettings:
     """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
+    over_host: bool = False
+    """Whether arenas of ranks on GPUs lie in main memory."""
     memory_limit: int | None = None
     """Bytes of its GPU that a rank may use; None for all."""
     plan: ArenaPlan | None = None
@@ -50,7 +53,14 @@ class RankSettings:
 
     @property
     def arena_plan(self) -> ArenaPlan:
-        return self.plan or default_plan(num_ranks=self.num_ranks, are_on_gpus=self.are_on_gpus)
+        return self.plan or default_plan(
+            num_ranks=self.num_ranks, are_on_gpus=self.are_on_gpus, over_host=self.over_host
+        )
+
+    @property
+    def gpu_arena_bytes(self) -> int:
+        """Of each GPU."""
+        return 0 if self.over_host else arena_bytes(self.arena_plan)
 
     @property
     def ranks_per_gpu(self) -> int:

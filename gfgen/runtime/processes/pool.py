@@ -104,7 +104,10 @@ class WorkerPool:
             if placement.shared
         }
         self._arenas = RankArenas(
-            settings.arena_plan, num_ranks=settings.num_ranks, are_on_gpus=settings.are_on_gpus
+            settings.arena_plan,
+            num_ranks=settings.num_ranks,
+            are_on_gpus=settings.are_on_gpus,
+            over_host=settings.over_host,
         )
         self._selector = selectors.DefaultSelector()
         self.workers: list[RankProcess] = []

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from gfgen.errors import ModelError, RunError
-from gfgen.gfc.cuda.device_arena import DeviceArena, arena_bytes
+from gfgen.gfc.cuda.device_arena import DeviceArena, HostArena
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint, DispatchOutcome
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.kernels import Kernels
@@ -89,7 +89,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     attention.join()
     if settings.ranks.memory_limit is not None:
         _limit_memory(settings.ranks, device)
-    load = partial(load_model, settings, device=str(device))
+    load, over_host = partial(load_model, settings, device=str(device)), settings.ranks.over_host
     adapters = load_models(channel, settings, load)
     torch.cuda.synchronize(device)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
@@ -99,7 +99,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
         dispatches,
         load_model=load,
         device=device,
-        own_arena=DeviceArena.create(settings.ranks.arena_plan, device=settings.gpu),
+        own_arena=None if over_host else DeviceArena.create(settings.ranks.arena_plan, device=settings.gpu),
         recorder=CudaRecorder(device),
     )
     return Worker(channel, settings.rank, gpu, dispatches)
@@ -162,13 +162,15 @@ class GpuDevice(Device):
         *,
         load_model: Callable[[str], Adapter],
         device: torch.device,
-        own_arena: tuple[DeviceArena, int],
+        own_arena: tuple[DeviceArena, int] | None,
         recorder: LaunchRecorder,
     ) -> None:
         super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
         self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
-        self._own_arena, arena_fd = own_arena
-        self.arena_fds = (arena_fd,)
+        self._own_arena = None
+        if own_arena is not None:
+            self._own_arena, arena_fd = own_arena
+            self.arena_fds = (arena_fd,)
         self._settings = settings
         self._device = device
         self._streams = _Streams(device)
@@ -196,8 +198,10 @@ class GpuDevice(Device):
         pad_as_others(message, can_pad=self.counts_tokens)
         self._has_peers = len(message.incarnations) > 1
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
+        plan = self._settings.ranks.arena_plan
+        own = self._own_arena or HostArena.open(arenas[self._rank], plan, device=self._settings.gpu)
         self.endpoint = CudaEndpoint(
-            self._own_arena,
+            own,
             rank=self._rank,
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),
@@ -404,7 +408,7 @@ class GpuDevice(Device):
             peak_host_bytes(),
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
-            arena_bytes=arena_bytes(self._settings.ranks.arena_plan),
+            arena_bytes=self._settings.ranks.gpu_arena_bytes,
             task_peaks=dict(self._task_peaks),
         )
 
@@ -462,5 +466,5 @@ def _limit_memory(ranks: RankSettings, device: torch.device) -> None:
     """Limit torch's memory to the part of the limit that the arena and the context leave."""
     assert ranks.memory_limit is not None
     total = torch.cuda.get_device_properties(device).total_memory
-    left = ranks.memory_limit - arena_bytes(ranks.arena_plan) - CONTEXT_BYTES
+    left = ranks.memory_limit - ranks.gpu_arena_bytes - CONTEXT_BYTES
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total)), device)

@@ -209,6 +209,39 @@ Scenario signal_before_bytes() {
   return scenario;
 }
 
+// Exchanges through host memory (gfc_staged): two slices each, every slice with a word that its reader clears.
+// A rank pushes both before it takes any, or takes each as soon as its own is pushed. `num_sets` of words and
+// bytes, in turn.
+Scenario slices(int num_sets, bool is_interleaved) {
+  Scenario scenario;
+  scenario.program = [num_sets, is_interleaved](Memory& mem) {
+    const int own = mem.rank(), peer = 1 - own;
+    const auto line = [&](int set, int slice) { return static_cast<uint32_t>(gfc::kPostLine + 2 * set + slice); };
+    const auto place = [&](int set, int slice, int source) {
+      return cells(mem, static_cast<uint64_t>(8 * set + 2 * slice + source));
+    };
+    const auto push = [&](uint32_t n, int slice) {
+      const int set = static_cast<int>(n) % num_sets;
+      mem.write_bytes(peer, place(set, slice, own), token_of(2 * n + slice, own));
+      signal(mem, peer, line(set, slice), n);
+    };
+    const auto take = [&](uint32_t n, int slice) {
+      const int set = static_cast<int>(n) % num_sets;
+      await_count(mem, peer, line(set, slice), n);
+      mem.restart_line(peer, line(set, slice), gfc::Word{0, 0});
+      mem.read_bytes(own, place(set, slice, peer), token_of(2 * n + slice, peer));
+    };
+    for (uint32_t n = 1; n <= 4; ++n) {
+      push(n, 0);
+      if (is_interleaved) take(n, 0);
+      push(n, 1);
+      if (!is_interleaved) take(n, 0);
+      take(n, 1);
+    }
+  };
+  return scenario;
+}
+
 // Orders that agree on every pair of ranks, and still wait in a ring.
 Scenario orders_that_agree_by_pairs_only() {
   Scenario scenario;
@@ -269,6 +302,10 @@ void add_variant_cases(std::vector<Case>& cases) {
   safe("four chunks in flight on four banks", chunks_in_flight(4, 2, false));
   broken("three chunks in flight on two banks", "bytes:", chunks_in_flight(2, 2, true));
   broken("four chunks in flight on three banks", "bytes:", chunks_in_flight(3, 2, false));
+
+  safe("slices with words that readers clear", slices(2, false));
+  safe("slices that are taken while others are pushed", slices(2, true));
+  broken("slices in a single bank", "", slices(1, false));
 
   broken("ulysses and ring groups share banks", "bytes:", kinds_share_banks());
   broken("signal before the bytes", "bytes:", signal_before_bytes());

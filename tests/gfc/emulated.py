@@ -1,0 +1,154 @@
+"""The kernels of exchanges through host memory, and what launches them, on CPU processes.
+
+The sources are compiled as C++ (native/emulated.h); instructions of the GPU's memory become atomics. Groups,
+launches and structures are those of GPUs, so all but the GPU itself takes part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from ctypes import c_uint32, c_uint64
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gfgen.gfc import native
+from gfgen.gfc.arena import ArenaPlan, map_memory
+from gfgen.gfc.cuda import device_group
+from gfgen.gfc.cuda.device_arena import ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, arena_bytes
+from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState
+from gfgen.gfc.cuda.kernels import Context
+from gfgen.gfc.cuda.selector import KernelChoice
+from gfgen.gfc.descriptor import Descriptor
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = 32
+_INSTRUCTIONS = {
+    r"ld\.acquire\.sys": "value = __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);",
+    r"ld\.relaxed\.sys\.global\.u64": "value = __atomic_load_n((const uint64_t*)address, __ATOMIC_RELAXED);",
+    r"st\.release\.sys": "__atomic_store_n((uint64_t*)address, value, __ATOMIC_RELEASE);",
+    r"st\.relaxed\.sys\.global\.u64": "__atomic_store_n((uint64_t*)address, value, __ATOMIC_RELAXED);",
+    r"atom\.add": "old = __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);",
+    r"mov\.u64": "now = emulated_now_ns();",
+    r"(st|ld)\.relaxed\.sys\.global\.v2": "__builtin_trap(); low = high = 0;",
+}
+_MAIN = """
+extern "C" void run_enter(uint64_t context, const Descriptor* group, uint64_t timeout_ns) {
+  launch(1, 32, [=] { gfc_enter(context, *group, timeout_ns); });
+}
+extern "C" void run_staged(const Exchange* exchange, unsigned grid, unsigned block) {
+  launch(grid, block, [=] { gfc_staged(*exchange); });
+}
+"""
+
+
+def build(folder: Path) -> Path:
+    """The library with the kernels; skips without a compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    shutil.copytree(ROOT / "csrc" / "gfc", folder / "gfc", dirs_exist_ok=True)
+    cuda = folder / "gfc" / "cuda"
+    for name in ("memory.cuh", "copy.cuh", "kernels.cu"):
+        text = re.sub(r'asm volatile\(\s*"([^"]*)(?:[^;]|;(?!\n))*;\n', _replaced, (cuda / name).read_text())
+        (cuda / name).write_text(text.replace("__CUDA_ARCH__ >= 900", "0"))
+    (cuda / "main.cpp").write_text('#include "emulated.h"\n#include "kernels.cu"\n' + _MAIN)
+    library = folder / "emulated.so"
+    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'tests/gfc/native'}"]
+    done = subprocess.run(
+        [compiler, *flags, str(cuda / "main.cpp"), "-o", str(library)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return library
+
+
+def _replaced(found: re.Match[str]) -> str:
+    for pattern, text in _INSTRUCTIONS.items():
+        if re.match(pattern, found[1]):
+            is_pair = ".v2" in found[1]
+            if is_pair and found[1].startswith("st"):
+                return "__builtin_trap();\n"
+            return text + "\n"
+    return ";\n"  # of bulk copies, which are left out
+
+
+class Launched:
+    """In place of `Launch`."""
+
+    def __init__(
+        self, cuda: Any, function: Any, exchange: Any, *, grid: int, block: int, shared_bytes: int = 0
+    ) -> None:
+        self.buffer, self._function, self._size = exchange, function, (grid, block)
+
+    def run(self, stream: int) -> None:
+        self._function(ctypes.byref(self.buffer), *self._size)
+
+
+class EmulatedEndpoint:
+    """What groups use of a `CudaEndpoint`, over arenas in host memory."""
+
+    is_over_host = True
+
+    def __init__(
+        self, library: Path, plan: ArenaPlan, *, rank: int, fds: Mapping[int, int], slice_bytes: int
+    ) -> None:
+        loaded = ctypes.CDLL(str(library))
+        loaded.run_enter.argtypes = (c_uint64, ctypes.c_void_p, c_uint64)
+        loaded.run_staged.argtypes = (ctypes.c_void_p, c_uint32, c_uint32)
+        self.plan, self.rank, self.torch_device = plan, rank, torch.device("cpu")
+        self.host_choice = KernelChoice("staged", 4, slice_bytes)
+        self.driver, self.selector, self.beside_blocks = None, None, None
+        self.kernels: Any = _Kernels(loaded.run_staged)
+        self.prepared: dict[object, object] = {}
+        self.group_slots: dict[object, Any] = {}
+        addresses = {each: map_memory(fd, arena_bytes(plan)) for each, fd in fds.items()}
+        self.own = addresses[rank]
+        context = Context(plan=plan.as_native(), rank=rank)
+        for each, address in addresses.items():
+            context.base[each], context.incarnation[each] = address, 1
+        context.aborted_through = self.own + ABORTED_THROUGH_OFFSET
+        context.record = self.own + FAILURE_OFFSET
+        self._context, self._enter = context, loaded.run_enter
+        self.context = ctypes.addressof(context)
+        self.failed = c_uint32.from_address(self.own + FAILURE_OFFSET)
+
+    def group(self, descriptor: Descriptor, timeout_s: float = 20.0) -> CudaGroup:
+        return CudaGroup(self, descriptor, DispatchState(descriptor, int(timeout_s * 1e9)))
+
+    def bind(self, descriptor: Descriptor, *, timeout_ns: int) -> None:
+        encoded = native.DescriptorStruct.from_buffer_copy(descriptor.encode(self.rank))
+        self._enter(self.context, ctypes.addressof(encoded), timeout_ns)
+
+    def stream(self) -> int:
+        return 0
+
+    def check(self, dispatch: int) -> None:
+        """The failure of this dispatch, if there is one."""
+        from gfgen.gfc.arena import Failure
+
+        failure = Failure.from_record(self._context.task.failure)
+        if failure.status != native.OK and failure.dispatch == dispatch:
+            raise failure.as_error()
+
+
+class _Kernels(SimpleNamespace):
+    num_multiprocessors = 16
+
+    def __init__(self, staged: Any) -> None:
+        super().__init__(staged=staged)
+
+    def __getitem__(self, name: str) -> Any:
+        assert name == "staged", "only this kernel is emulated"
+        return self.staged
+
+
+def use_emulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_group, "Launch", Launched)
+    monkeypatch.setattr(device_group, "_THREADS", THREADS)

@@ -1,0 +1,183 @@
+"""Exchanges through host memory: the kernel's source and groups of GPUs, on CPU processes (emulated.py)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gfc_oracle as oracle
+import pytest
+import torch
+from emulated import EmulatedEndpoint, build, use_emulated_launches
+from gfc_fake import FakeCluster
+
+from gfgen.errors import AbortedError, PeerTimeoutError
+from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
+from gfgen.gfc.cuda.device_arena import arena_bytes
+from gfgen.gfc.cuda.device_group import CudaGroup
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import Layout
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.shared_attention import shared_attention
+
+PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
+_FORK = multiprocessing.get_context("fork")
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def emulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_emulated_launches(monkeypatch)
+
+
+def on_ranks(
+    library: Path, num_ranks: int, program: Callable[[EmulatedEndpoint], Any], *, slice_bytes: int = 256
+) -> list[Any]:
+    """What the program returns on each rank, or raises."""
+    size = arena_bytes(PLAN)
+    fds = {rank: create_arena(PLAN, rank=rank, incarnation=1, num_bytes=size) for rank in range(num_ranks)}
+
+    def serve(rank: int, pipe: Any) -> None:
+        torch.set_num_threads(1)
+        try:
+            endpoint = EmulatedEndpoint(library, PLAN, rank=rank, fds=fds, slice_bytes=slice_bytes)
+            pipe.send(program(endpoint))
+        except Exception as error:
+            pipe.send(error if isinstance(error, AbortedError | PeerTimeoutError) else traceback.format_exc())
+        os._exit(0)
+
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = _FORK.Pipe()
+        process = _FORK.Process(target=serve, args=(rank, theirs), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(LIMIT_S), f"rank {rank} hangs"
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for fd in fds.values():
+            os.close(fd)
+
+
+def entered(endpoint: EmulatedEndpoint, dispatch: int, layout: Layout) -> CudaGroup:
+    group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree))
+    group.enter()
+    return group
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randint(0, 250, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("slice_bytes", [16, 256, 1 << 16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_byte_arrives_whatever_the_sizes_and_strides(
+    library: Path, size: int, slice_bytes: int
+) -> None:
+    def program(endpoint: EmulatedEndpoint) -> list[str]:
+        wrong = []
+        for number, (tokens, heads, dim, dtype) in enumerate(
+            [
+                (7, 5, 8, torch.bfloat16),
+                (3, 4, 3, torch.uint8),
+                (1, 3, 16, torch.float32),  # some ranks have no token
+                (200, 9, 16, torch.bfloat16),  # more than a bank: in rounds
+            ]
+        ):
+            group = entered(endpoint, number + 1, Layout(tuple(range(size)), ulysses=size))
+            by_token, by_head = shard_sizes(tokens, size), shard_sizes(heads, size)
+            inputs = [
+                [
+                    tensor((2, length, heads, dim), dtype, 10 * part + slot)
+                    for slot, length in enumerate(by_token)
+                ]
+                for part in range(3)
+            ]
+            own = [part[group.slot] for part in inputs]
+            own[1] = own[1].transpose(1, 2).contiguous().transpose(1, 2)
+            found = group.heads_from_tokens(*own, token_sizes=by_token, head_sizes=by_head, in_arena=True)
+            wanted = [oracle.heads_from_tokens(part, head_sizes=by_head)[group.slot] for part in inputs]
+            wrong += [f"{number} in" for a, b in zip(found, wanted, strict=True) if not torch.equal(a, b)]
+            group.barrier()
+            back = group.tokens_from_heads(found[1], token_sizes=by_token, head_sizes=by_head)
+            wrong += [] if torch.equal(back, own[1]) else [f"{number} back"]
+            (rotated,) = group.gather_tokens(own[0], token_sizes=by_token)
+            wrong += [] if torch.equal(rotated, oracle.gather_tokens(inputs[0])[group.slot]) else ["rotated"]
+        return wrong
+
+    assert on_ranks(library, size, program, slice_bytes=slice_bytes) == [[]] * size
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2)], ids=str)
+def test_a_torus_gives_the_same_bits_over_any_memory(library: Path, degrees: tuple[int, ...]) -> None:
+    layout = Layout(tuple(reversed(range(2 * degrees[1] * degrees[2]))), *degrees)
+
+    def attended(group: Any) -> torch.Tensor:
+        torch.set_num_threads(1)
+        noise = torch.Generator().manual_seed(7)
+        sizes = shard_sizes(57, layout.degree)
+        own = [torch.randn(1, 57, 5, 16, generator=noise).split(sizes, 1)[group.slot] for _ in range(3)]
+        return shared_attention(
+            own[0], own[1], own[2], None, parallel=parallel_from(group), token_sizes=sizes, attend=_never
+        )
+
+    found = on_ranks(library, layout.degree, lambda endpoint: attended(entered(endpoint, 1, layout)).tolist())
+    wanted = FakeCluster().run(layout, attended)
+    for rank, result in enumerate(found):
+        assert result == wanted[layout.slot_of(rank)].tolist()
+
+
+def _never(*_: object) -> torch.Tensor:
+    raise AssertionError
+
+
+def test_a_wait_for_a_rank_that_is_gone_ends(library: Path) -> None:
+    layout = Layout((0, 1), torus=2)
+
+    def program(endpoint: EmulatedEndpoint) -> None:
+        group = endpoint.group(Descriptor(1, layout, (1, 1)), timeout_s=0.3)
+        group.enter()
+        if endpoint.rank == 1:
+            return
+        group.barrier()
+        endpoint.check(1)
+
+    error, _ = on_ranks(library, 2, program)
+    assert isinstance(error, PeerTimeoutError)
+    assert "exchange of rank 1" in str(error)
+
+
+def test_a_wait_ends_when_the_host_aborts_the_dispatch(library: Path) -> None:
+    layout = Layout((0, 1), torus=2)
+
+    def program(endpoint: EmulatedEndpoint) -> None:
+        group = entered(endpoint, 1, layout)
+        if endpoint.rank == 1:
+            peer = Arena.__new__(Arena)
+            peer.address = endpoint._context.base[0]
+            peer.abort_through(1)
+            return
+        group.barrier()
+        endpoint.check(1)
+
+    error, _ = on_ranks(library, 2, program)
+    assert isinstance(error, AbortedError)
