@@ -131,6 +131,11 @@ def times(
     for tokens in TOKENS:
         alone = max(run(measure_host.attention_us, "host", None, next(numbers), tokens, 24, 128))
         kept[f"attention {tokens} alone"] = alone
+        half = max(run(measure_host.attention_us, "host", None, next(numbers), tokens, 12, 128))
+        parts = max(run(measure_host.attention_us, "host", TORUS, next(numbers), tokens, 24, 128, None, True))
+        kept[f"attention {tokens} half of the heads, and in parts"] = [half, parts]
+        yield f"| {tokens:,} | {alone:.0f} | 12 heads on one GPU | {half:.0f} | |"
+        yield f"| {tokens:,} | {alone:.0f} | torus without its exchanges | {parts:.0f} | |"
         for way, (layout, chunks) in (WAYS | IN_CHUNKS).items():
             row = [
                 max(run(measure_host.attention_us, each, layout, next(numbers), tokens, 24, 128, chunks))

@@ -24,7 +24,7 @@ from gfgen.gfc.cuda.selector import KernelChoice
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.parallel import parallel_from, rehearsal
 from gfgen.models.parallel.shared_attention import shared_attention
 
 Endpoints = dict[str, Any]
@@ -196,8 +196,12 @@ def attention_us(
     heads: int,
     dim: int,
     num_chunks: int | None = None,
+    is_rehearsed: bool = False,
 ) -> float:
-    """A shared attention with its exchanges, in chunks of heads; without a layout on each rank alone."""
+    """A shared attention with its exchanges, in chunks of heads; without a layout on each rank alone.
+
+    is_rehearsed: nothing is exchanged, which leaves attention in parts and their merges.
+    """
     layout = layout or Layout((endpoint.rank,))
     group = entered(transport, layout, dispatch)
     sizes = shard_sizes(tokens, layout.degree)
@@ -208,6 +212,7 @@ def attention_us(
         if layout.degree == 1:
             return _attend(q, k, v, None)
         parallel = parallel_from(group, num_chunks=num_chunks)
+        parallel = rehearsal(parallel) if is_rehearsed else parallel
         return shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=_attend)
 
     time_us = graph_us(group, run, COPIES, REPEATS)

@@ -49,15 +49,16 @@ extern "C" void run_staged(const Exchange* exchange, unsigned grid, unsigned blo
 """
 
 
-def build(folder: Path) -> Path:
-    """The library with the kernels; skips without a compiler."""
+def build(folder: Path, *, fault: tuple[str, str] = ("", "")) -> Path:
+    """The library with the kernels, in which a text may stand for another; skips without a compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     shutil.copytree(ROOT / "csrc" / "gfc", folder / "gfc", dirs_exist_ok=True)
     cuda = folder / "gfc" / "cuda"
     for name in ("memory.cuh", "copy.cuh", "kernels.cu"):
-        text = re.sub(r'asm volatile\(\s*"([^"]*)(?:[^;]|;(?!\n))*;\n', _replaced, (cuda / name).read_text())
+        text = (cuda / name).read_text().replace(*fault) if fault[0] else (cuda / name).read_text()
+        text = re.sub(r'asm volatile\(\s*"([^"]*)(?:[^;]|;(?!\n))*;\n', _replaced, text)
         (cuda / name).write_text(text.replace("__CUDA_ARCH__ >= 900", "0"))
     (cuda / "main.cpp").write_text('#include "emulated.h"\n#include "kernels.cu"\n' + _MAIN)
     library = folder / "emulated.so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -122,7 +123,13 @@ def test_every_byte_arrives_whatever_the_sizes_and_strides(
             wrong += [] if torch.equal(back, own[1]) else [f"{number} back"]
             (rotated,) = group.gather_tokens(own[0], token_sizes=by_token)
             wrong += [] if torch.equal(rotated, oracle.gather_tokens(inputs[0])[group.slot]) else ["rotated"]
-        return wrong
+        group = entered(endpoint, 9, Layout(tuple(range(size)), torus=size))
+        given = [tensor((size * 700,), torch.int16, slot) for slot in range(size)]
+        found = group.all_to_all(given[group.slot], in_arena=True)
+        parts = [x.view(size, -1)[group.slot] for x in given]
+        wrong += [] if torch.equal(found, torch.cat(parts)) else ["all to all"]
+        gathered = group.all_gather(given[group.slot])
+        return wrong + ([] if torch.equal(gathered, torch.cat(given)) else ["all gather"])
 
     assert on_ranks(library, size, program, slice_bytes=slice_bytes) == [[]] * size
 
@@ -181,3 +188,20 @@ def test_a_wait_ends_when_the_host_aborts_the_dispatch(library: Path) -> None:
 
     error, _ = on_ranks(library, 2, program)
     assert isinstance(error, AbortedError)
+
+
+def test_a_kernel_that_takes_slices_before_they_have_come_is_found(tmp_path: Path) -> None:
+    """Else these tests would show nothing."""
+    planted = build(
+        tmp_path, fault=("has_arrived = is_pusher || take_slice", "has_arrived = true || take_slice")
+    )
+    layout = Layout((0, 1), torus=2)
+
+    def program(endpoint: EmulatedEndpoint) -> bool:
+        group = entered(endpoint, 1, layout)
+        if endpoint.rank == 1:
+            time.sleep(0.5)
+        x = torch.arange(1, 4001, dtype=torch.int16)
+        return torch.equal(group.all_gather(x), torch.cat((x, x)))
+
+    assert on_ranks(planted, 2, program)[0] is False
