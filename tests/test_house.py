@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_882,
-    "files of the package": 280,
+    "lines of the package": 63_747,
+    "files of the package": 284,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,
@@ -68,6 +68,7 @@ ORDER = [
     "gfgen.cluster",
     "gfgen.cli.shown",
     "gfgen.cli",
+    "gfgen.api",
     "gfgen.__main__",
 ]
 """Packages and single modules. Each imports itself and what stands before it."""

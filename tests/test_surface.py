@@ -5,7 +5,8 @@ import inspect
 
 import click
 
-from gfgen import errors
+import gfgen
+from gfgen import api, errors
 from gfgen.cli.main import cli
 from gfgen.graph import Stage
 from gfgen.job.fields import FIELDS
@@ -28,6 +29,36 @@ def subcommand(*names: str) -> click.Command:
         assert found is not None
         command = found
     return command
+
+
+def test_names_of_the_package_and_options_of_a_session():
+    assert gfgen.__all__ == ["Session", "check", "errors", "generate", "plan"]
+    assert api._OPTIONS == (
+        "model",
+        "gpus",
+        "policy",
+        "output_dir",
+        "batch",
+        "ranks",
+        "device",
+        "ranks_per_gpu",
+        "memory",
+        "random_weights",
+        "vae_dtype",
+        "graphs",
+        "trust_remote_code",
+        "compile",
+        "precision",
+        "attention",
+    )
+    assert list(vars(api.Result)["__annotations__"]) == [
+        "job",
+        "path",
+        "error",
+        "seconds",
+        "contents",
+        "suffix",
+    ]
 
 
 def test_commands():
@@ -57,6 +88,7 @@ def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--attention",
         "--batch",
+        "--column",
         "--compile",
         "--device",
         "--dry-run",
@@ -151,6 +183,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
 
 
 JOBS = [
+    "--column",
     "--format",
     "--frames",
     "--limit",

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.run_files import RunOptions, check_records, claims_of, has_bar, session_of
+from gfgen.cli.run_files import RunOptions, claims_of, has_bar, session_of
 from gfgen.cli.shown.prediction import known_here, machine, slowdowns
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
@@ -24,7 +24,7 @@ from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
-from gfgen.runtime.files.ownership import STATUSES, Claims
+from gfgen.runtime.files.ownership import STATUSES, Claims, check_records
 from gfgen.runtime.predict.profile_file import check_profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
 from gfgen.runtime.simulate.planner import FULL_TASKS
@@ -41,6 +41,14 @@ WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
 def check_jobs(source: JobSource, options: RunOptions) -> int:
     """Print the report; returns 2 if a run would start nothing because of a problem."""
+    found = report(source, options)
+    click.echo(json.dumps(found.as_json(), indent=1) if options.logs.log_json else str(found))
+    problems, jobs = found.found.problems, found.found.jobs
+    return 2 if problems and not (options.skip_invalid and jobs) else 0
+
+
+def report(source: JobSource, options: RunOptions) -> Report:
+    """What a run would do. Raises: InputError for a file or a model."""
     if options.output_dir.exists():
         check_records(options.output_dir)
     claims, now = claims_of(source, options), time.time()
@@ -57,10 +65,7 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
         space = dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {}
         nodes = {} if cluster is None else cluster.started()
-    report = _Report(source, options, claims, found, memory, space, prediction, logged, nodes)
-    text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
-    click.echo(text)
-    return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
+    return Report(source, options, claims, found, memory, space, prediction, logged, nodes)
 
 
 @contextlib.contextmanager
@@ -194,7 +199,7 @@ def _outcomes(jobs: Sequence[AdmittedJob], options: RunOptions, **start: Any) ->
 
 
 @dataclass(frozen=True)
-class _Report:
+class Report:
     source: JobSource
     options: RunOptions
     claims: Claims
@@ -204,6 +209,9 @@ class _Report:
     prediction: _Prediction | None
     logged: Sequence[tuple[str, str]]
     nodes: Mapping[str, Ranks]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
         counts, (changed, again) = self._counts(), self._made_again()

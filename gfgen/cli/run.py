@@ -23,7 +23,6 @@ from gfgen.cli.run_files import (
     FileHook,
     RunOptions,
     admit_jobs,
-    check_records,
     check_watched,
     check_written,
     resolved,
@@ -37,7 +36,7 @@ from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.ownership import default_folder, job_file_name
+from gfgen.runtime.files.ownership import check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.session.admission import with_time
 from gfgen.session.session import Arrivals, Session, try_to_write

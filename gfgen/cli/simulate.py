@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gfgen.cli.shown.simulated import as_json as plan_as_json
 from gfgen.cli.shown.simulated import in_plain_words, table
 from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
+from gfgen.job.reader import JobSource
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.decider import FALLBACK
@@ -59,9 +60,8 @@ class Assumed:
         metavar="SIZE",
     )
 
-    def room(self, jobs: opt.JobOptions) -> prediction.SimulatedMemory:
+    def room(self, source: JobSource) -> prediction.SimulatedMemory:
         """The admitted jobs, in the memory that they get. Raises: InputError as `admit_weightless`."""
-        source = jobs.source()
         admitted = admit_weightless(source, default_model=self.model, has_bar=has_cursor(sys.stderr))
         check_batch(self.batch, families_of(admitted))
         return prediction.SimulatedMemory.of(admitted, self.memory, source=source.name)
@@ -105,7 +105,7 @@ def simulate(given: Arguments) -> int:
         name = "--memory" if assumed.memory else "--output" if output else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(given.policies)]
-    room = assumed.room(given.jobs)
+    room = assumed.room(given.jobs.source())
     counts = given.ranks or prediction.default_ranks(assumed.profile_path, room.jobs)
     profile = prediction.choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
@@ -302,27 +302,44 @@ def plan(given: PlanArguments) -> None:
     The plan comes from simulations with a profile. It generates nothing.
     """
     opt.configure_log("warning")
+    found = planned(given.jobs.source(), given)
+    click.echo(json.dumps(found.as_json(), indent=1) if given.as_json else str(found))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan:
+    """A plan, and what to know about it."""
+
+    plan: Plan
+    profile: Profile
+    notes: Mapping[str, str | None]
+
+    def __str__(self) -> str:
+        lines = in_plain_words(self.plan, device=prediction.describe(self.profile))
+        return "\n".join([*lines, *filter(None, self.notes.values())])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**plan_as_json(self.plan), **self.notes}
+
+
+def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
+    """Raises: InputError for jobs, or if no profile can predict them."""
     nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
     if nodes and (assumed.memory or ranks or assumed.batch > 1):
         name = "--memory" if assumed.memory else "--ranks" if ranks else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
-    room = assumed.room(given.jobs)
+    room = assumed.room(source)
     window = PlanWindow(started_at, by_s, assumed.batch)
     names = [load_policy(text).name for text in given.policies]
     made, profile, turns = _made(room, names, given, window)
-    unseen = prediction.unseen_shapes(profile, room.jobs)
     most_shared = None
     if nodes is not None and nodes.num_ranks > profile.num_ranks:
         most = counted(profile.num_ranks, "rank")
         most_shared = f"A step uses at most {most} here: the profile has no times of more."
-    if given.as_json:
-        said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
-        click.echo(json.dumps(plan_as_json(made) | said, indent=1))
-    else:
-        more = filter(None, [unseen, most_shared, turns])
-        click.echo("\n".join([*in_plain_words(made, device=prediction.describe(profile)), *more]))
+    unseen = prediction.unseen_shapes(profile, room.jobs)
+    return FoundPlan(made, profile, {"unseen": unseen, "most_shared": most_shared, "memory": turns})
 
 
 def _made(

@@ -6,10 +6,11 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
-STDIN_NAME, PROMPTS_NAME = "standard input", "-p"
+STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
 """Of sources that are not files, in messages."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 TEXT_SUFFIXES = ("", ".txt")
@@ -232,8 +233,15 @@ def _array(text: str) -> Iterator[Entry]:
         raise ReadingEnded(getattr(error, "lineno", 1), f"the array is not JSON ({_reason(error)})") from None
     except RecursionError:
         raise ReadingEnded(1, TOO_DEEP) from None
+    yield from array_entries(values)
+
+
+def array_entries(values: Iterable[object]) -> Iterator[Entry]:
+    """The jobs of an array by their numbers, prompts or objects; a program's may have paths in them."""
     for number, value in enumerate(values, start=1):
         place = ArrayEntry(number)
+        if isinstance(value, Mapping):
+            value = {name: os.fspath(x) if isinstance(x, os.PathLike) else x for name, x in value.items()}
         yield place, {"prompt": value} if isinstance(value, str) else _as_object(place, value)
 
 

@@ -56,6 +56,24 @@ def load_policy(text: str) -> NamedPolicy:
     return NamedPolicy(text, decide, options, _chooser_beside(function), is_built_in=name in BUILT_IN)
 
 
+def policy_of(given: object) -> NamedPolicy:
+    """The policy that a program gives: a name, a function, or a class whose instances are such functions.
+
+    Raises: PolicyError.
+    """
+    if isinstance(given, str):
+        return load_policy(given)
+    name = str(getattr(given, "__name__", type(given).__name__))
+    try:
+        decide: Any = given() if inspect.isclass(given) else given
+    except Exception as error:  # a user's class may raise anything
+        raise PolicyError(f"policy {name}: {in_one_line(error)}") from error
+    if not callable(decide):
+        raise PolicyError(f"policy {name}: a function, or a class with __call__(self, snapshot), is accepted")
+    _check_signature(name, decide)
+    return NamedPolicy(name, decide)
+
+
 def describe(name: str) -> tuple[str, str]:
     """(signature of the options, docstring) of a policy, for `gfgen policies`."""
     function = _find(name)

@@ -58,7 +58,8 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.freeze()  # nor does the run visit them
+        if not gc.get_freeze_count():  # another time would keep the garbage of a long session
+            gc.freeze()  # nor does the run visit them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,17 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
 
 @no_collection()
 def judge(
-    source: JobSource, admission: Admission, *, claims: Claims | None = None, has_bar: bool = False
+    source: JobSource,
+    admission: Admission,
+    *,
+    claims: Claims | None = None,
+    has_bar: bool = False,
+    may_ask: bool = True,
 ) -> AdmittedSource:
     """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError."""
     parsed = parse(source, admission.models.default, has_bar=has_bar)
     done = None if claims is None else claims.done
-    jobs, refused = admission(parsed.specs, may_ask=True, has_bar=has_bar, done=done)
+    jobs, refused = admission(parsed.specs, may_ask=may_ask, has_bar=has_bar, done=done)
     if jobs:
         admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)

@@ -165,3 +165,14 @@ def _is_torch_for_cpus() -> bool:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:
         return True
+
+
+def show_only(gpus: str) -> None:
+    """Hide the other GPUs from this process and its children; numbers are those of `gfgen doctor`."""
+    shown = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    chosen = [part.strip() for part in gpus.split(",")]
+    if len(set(chosen)) < len(chosen) or not all(part.isascii() and part.isdigit() for part in chosen):
+        raise InputError(f"--gpus {gpus}: numbers of GPUs are accepted, such as 0,2")
+    if shown and any(int(part) >= len(shown) for part in chosen):
+        raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)

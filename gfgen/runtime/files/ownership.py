@@ -29,13 +29,16 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, 
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
+    WATCHED_NAME,
     ManifestLine,
+    check_own,
     is_finished,
     of_each_file,
     read_files,
     read_manifest,
 )
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
+from gfgen.system.linefile import check_appendable
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,15 @@ def job_file_name(source: Path | None, output_dir: Path) -> str:
     if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
         return STDIN
     return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
+
+
+def check_records(output_dir: Path) -> None:
+    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines, or if
+    this user may not append to them, before ranks start."""
+    for name in (MANIFEST_NAME, WATCHED_NAME):
+        check_own(output_dir / name)
+    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
+        check_appendable(output_dir / name)
 
 
 def default_folder(parent: Path, name: str, source: Path | None) -> Path:
