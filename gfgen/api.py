@@ -345,22 +345,20 @@ class _Run:
         self, options: Mapping[str, Any], jobs: JobSource | None, heard: Callable[[Any], None]
     ) -> None:
         """Raises: InputError for an option that does not exist, or a value that cannot be sent."""
-        import cloudpickle
-
         for name in options:
             if name not in _OPTIONS:
                 near = nearest(name, _OPTIONS)
                 raise InputError(
                     f"{name}: not an option; {f'did you mean {near}?' if near else ', '.join(_OPTIONS)}"
                 )
-        given, gpus = options.get("output_dir"), options.get("gpus")
+        given, gpus, policy = options.get("output_dir"), options.get("gpus"), options.get("policy", "auto")
         self._stack, self._is_kept = contextlib.ExitStack(), given is not None
         level, names = logging.getLogger("gfgen").getEffectiveLevel(), ("debug", "info", "warning", "error")
         setup = hosted.Setup(
             options={"output_dir": None, "batch": _batch(options), "keeps_records": self._is_kept},
             ranks=_ranks(options),
             gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
-            policy=_pickled(options.get("policy", "auto"), cloudpickle.dumps),
+            policy=_pickled(policy, pickle.dumps if isinstance(policy, str) else _dumps_by_value),
             path=[os.path.abspath(path) for path in sys.path],
             models=_several(options.get("model", DEFAULT_MODEL)),
             jobs=jobs,
@@ -388,6 +386,13 @@ class _Run:
     def close(self) -> None:
         self.process.close()
         self._stack.close()
+
+
+def _dumps_by_value(policy: object) -> bytes:
+    import cloudpickle  # whose classes of __main__ need no __main__ there
+
+    content: bytes = cloudpickle.dumps(policy)
+    return content
 
 
 def _pickled(value: object, dumps: Callable[[object], bytes]) -> bytes:

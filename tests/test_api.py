@@ -30,6 +30,7 @@ from gfgen.cli.main import main
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import policy_of
+from gfgen.session import feed, hosted
 from gfgen.snapshot import Decision, Snapshot
 
 ROOT = Path(__file__).parent.parent
@@ -177,7 +178,7 @@ def test_notebooks_show_pictures_and_videos() -> None:
 
 def test_a_session_gives_futures_and_progress(session: gfgen.Session) -> None:
     seen: list[Any] = []
-    first = session.submit(prompt="a fox", **SMALL, callback=seen.append)
+    first = session.submit(prompt="a fox", **{**SMALL, "steps": np.int64(2)}, callback=seen.append)
     again = session.submit(prompt="a fox", **SMALL)
     assert first.result().image.size == (64, 64)
     assert [(each.stage, each.step, each.steps) for each in seen] == [
@@ -197,6 +198,8 @@ def test_futures_raise_for_bad_and_failed_jobs(session: gfgen.Session) -> None:
         session.submit(prompt="a", model="tiny-wan").result()
     with pytest.raises(errors.InputError, match="stand for several jobs"):
         session.submit(prompt="a", num_images=2).result()
+    with pytest.raises(errors.InputError, match="steps = "):
+        session.submit(prompt="a", steps=np.zeros(2)).result()
     with pytest.raises(errors.RunError, match="job late: "):
         session.submit(id="late", prompt="a", timeout=0.001, **SMALL).result()
     with pytest.raises(errors.InputError, match="this cannot go to another process"):
@@ -254,6 +257,52 @@ def test_an_error_inside_a_session_stops_its_jobs(temporary: Path) -> None:
         fail()
     assert futures[0].cancelled()
     assert not list(temporary.glob("**/*.mp4"))
+
+
+class DeadProcess:
+    """A process that ends as it is told; `says` are its messages until then."""
+
+    def __init__(self, *says: Any) -> None:
+        self.says = says
+        self.sent: list[Any] = []
+
+    def __call__(self, module: str, setup: Any, heard: Any) -> "DeadProcess":
+        self.heard = heard
+        for message in self.says:
+            heard(message)
+        return self
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None: ...
+
+
+def test_a_session_whose_process_dies_fails_its_jobs_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    dead, gone = DeadProcess(hosted.Ready()), feed.Gone(errors.WorkerError("its process was killed"))
+    monkeypatch.setattr(api, "Process", dead)
+    with gfgen.Session() as session:
+        first, second = session.submit(prompt="a"), session.submit(prompt="b")
+        second.cancel()
+        assert dead.sent[-1] == feed.Cancel(2)
+        dead.heard(gone)
+        for future in (first, session.submit(prompt="c")):
+            with pytest.raises(errors.WorkerError, match="its process was killed"):
+                future.result()
+    monkeypatch.setattr(api, "Process", DeadProcess(gone))
+    with pytest.raises(errors.WorkerError, match="its process was killed"):
+        gfgen.Session().__enter__()
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_end_of_a_process_is_heard() -> None:
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    process = feed.Process("gfgen.no_such_module", "setup", heard.put)
+    assert str(heard.get(timeout=60).error) == "its process ended with exit code 1"
+    process.send("no effect")
+    process.close()
 
 
 # Programs ---------------------------------------------------------------------------------------

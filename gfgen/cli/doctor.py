@@ -32,6 +32,7 @@ from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_ti
 from gfgen.system.home import home
 from gfgen.system.machine import (
     COMPUTING,
+    OWN_POLICIES,
     PATCHING,
     SERVING,
     VIDEOS,
@@ -89,7 +90,13 @@ def _packages(missing: list[str]) -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} ({_INSTALL})")
-    for purpose, names in (("videos", VIDEOS), ("LoRAs", PATCHING), ("gfgen serve", SERVING)):
+    purposes = {
+        "videos": VIDEOS,
+        "LoRAs": PATCHING,
+        "policies of programs": OWN_POLICIES,
+        "gfgen serve": SERVING,
+    }
+    for purpose, names in purposes.items():
         for name in names:
             try:
                 version(name)

@@ -237,12 +237,18 @@ def _array(text: str) -> Iterator[Entry]:
 
 
 def array_entries(values: Iterable[object]) -> Iterator[Entry]:
-    """The jobs of an array by their numbers, prompts or objects; a program's may have paths in them."""
+    """The jobs of an array by their numbers, prompts or objects; a program's have NumPy's numbers, too."""
     for number, value in enumerate(values, start=1):
         place = ArrayEntry(number)
         if isinstance(value, Mapping):
-            value = {name: os.fspath(x) if isinstance(x, os.PathLike) else x for name, x in value.items()}
+            value = {name: _plain(each) for name, each in value.items()}
         yield place, {"prompt": value} if isinstance(value, str) else _as_object(place, value)
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _table(text: str) -> Iterator[Entry]:

@@ -93,13 +93,17 @@ def judge(
     *,
     claims: Claims | None = None,
     has_bar: bool = False,
-    may_ask: bool = True,
+    is_whole: bool = True,
 ) -> AdmittedSource:
-    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError."""
-    parsed = parse(source, admission.models.default, has_bar=has_bar)
+    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError.
+
+    is_whole: these are all jobs of a run, so options may have no effect, and asking a child takes no time
+    of a run.
+    """
+    parsed = parse(source, admission.models.default, has_bar=has_bar, is_whole=is_whole)
     done = None if claims is None else claims.done
-    jobs, refused = admission(parsed.specs, may_ask=may_ask, has_bar=has_bar, done=done)
-    if jobs:
+    jobs, refused = admission(parsed.specs, may_ask=is_whole, has_bar=has_bar, done=done)
+    if jobs and is_whole:
         admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
     problems = _by_line(parsed.problems, refused, without_file)
@@ -121,10 +125,13 @@ def admit_weightless(
     return admitted
 
 
-def parse(source: JobSource, default_model: str, *, has_bar: bool = False) -> ParsedJobs:
-    """The jobs as they are written. Raises: InputError when a file cannot be read."""
+def parse(
+    source: JobSource, default_model: str, *, has_bar: bool = False, is_whole: bool = True
+) -> ParsedJobs:
+    """The jobs as they are written, all of a run if `is_whole`. Raises: InputError for a file."""
     parsed = source.read(has_bar=has_bar)
-    tell_of_unused(default_model, parsed.specs)
+    if is_whole:
+        tell_of_unused(default_model, parsed.specs)
     for name, kind in parsed.kinds:
         logger.info("%s: read as %s", name, kind)
     if parsed.num_varied:

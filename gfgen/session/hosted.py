@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gfgen import log
-from gfgen.errors import GfgenError, InputError, InterruptedRunError
+from gfgen.errors import GfgenError, InputError, InterruptedRunError, in_one_line
 from gfgen.graph import Stage
 from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import policy_of
@@ -101,8 +101,9 @@ class ProgramFeed(Feed):
             return self.cancel(message.attempt, now_s)
         try:
             jobs = self.admit(self._source(message.fields), message.attempt)
-        except GfgenError as error:
-            self.send(Refused(message.attempt, error))
+        except Exception as error:  # it must not end the jobs that run
+            told = error if isinstance(error, GfgenError) else InputError(in_one_line(error))
+            self.send(Refused(message.attempt, told))
             return ()
         self._waiting += jobs
         if message.is_watched:
@@ -111,7 +112,7 @@ class ProgramFeed(Feed):
 
     def admit(self, source: JobSource, attempt: int) -> Sequence[AdmittedJob]:
         """The jobs that are to run; those that the folder has end here. Raises: JobFileError."""
-        jobs, _ = jobs_to_run(judge(source, self.admission, claims=self._claims, may_ask=attempt == 0))
+        jobs, _ = jobs_to_run(judge(source, self.admission, claims=self._claims, is_whole=attempt == 0))
         self._attempts |= {job.job_id: attempt for job in jobs}
         for job in jobs:
             if job.job_id in self._claims.done_ids:
@@ -120,18 +121,18 @@ class ProgramFeed(Feed):
 
     def _source(self, fields: Mapping[str, Any]) -> JobSource:
         """With an id that no open job has. Raises: InputError for several jobs, or an id that one has."""
-        source = JobSource(given=(fields,))
-        specs = source.read().specs
+        specs = JobSource(given=(fields,)).read().specs
         if len(specs) > 1:
             raise InputError("vary, seeds and num_images stand for several jobs: give them to gfgen.generate")
-        if specs and "id" not in fields:
-            base = specs[0].id
-            self._used[base] += 1
-            job_id = base if self._used[base] == 1 else f"{base}-{self._used[base]}"
-            return JobSource(given=({**fields, "id": job_id},))
-        if specs and specs[0].id in self._attempts:
-            raise InputError(f"id = {specs[0].id}: an open job has it; each job needs its own")
-        return source
+        if not specs:
+            return JobSource(given=(fields,))
+        job_id = specs[0].id
+        if "id" not in fields:
+            self._used[job_id] += 1
+            job_id += f"-{number}" if (number := self._used[job_id]) > 1 else ""
+        if job_id in self._attempts:
+            raise InputError(f"id = {job_id}: an open job has it; each job needs its own")
+        return JobSource(given=({**fields, "id": job_id},))
 
     def dispatched(self, dispatch: Dispatch) -> None:
         task = dispatch.task

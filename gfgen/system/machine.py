@@ -137,7 +137,7 @@ COMPUTING = (
     *("greenlet", "huggingface_hub", "numpy", "pillow", "tqdm"),
 )
 """Packages that every run needs."""
-VIDEOS, PATCHING = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",)
+VIDEOS, PATCHING, OWN_POLICIES = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",), ("cloudpickle",)
 SERVING = (
     *("fastapi", "uvicorn", "pydantic", "httptools", "httpx"),
     *("python-multipart", "prometheus_client"),

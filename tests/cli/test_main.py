@@ -20,7 +20,7 @@ from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
 from gfgen.runtime.predict import profile_file, profile_store
-from gfgen.system.machine import COMPUTING, PATCHING, SERVING, VIDEOS, versions
+from gfgen.system.machine import COMPUTING, OWN_POLICIES, PATCHING, SERVING, VIDEOS, versions
 
 
 def gfgen(capsys, *arguments):
@@ -190,7 +190,7 @@ def test_doctor_knows_every_package_that_is_installed_with_gfgen():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
     of_others = {"click", "nvidia-cudnn-frontend", "jinja2"}  # torch does not install without the last
-    assert brought - of_others == {*COMPUTING, *VIDEOS, *PATCHING, *SERVING}
+    assert brought - of_others == {*COMPUTING, *VIDEOS, *PATCHING, *OWN_POLICIES, *SERVING}
 
 
 @pytest.mark.parametrize(
