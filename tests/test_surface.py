@@ -427,7 +427,7 @@ def test_events_of_the_journal():
         "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
-        "RankLoaded": ["time_s", "rank", "load_s"],
+        "RankLoaded": ["time_s", "rank", "load_s", "copied"],
         "LoadFailed": ["time_s", "models", "reason"],
         "SpaceLeft": ["time_s", "free_bytes"],
         "StopRequested": ["time_s", "signal_number"],

@@ -34,6 +34,7 @@ from gfgen.models.geometry.weights import (
     footprint,
     noted_parts,
     placed,
+    quantisation_in,
 )
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
@@ -214,6 +215,10 @@ class HostMemory:
         )
         return found
 
+    def kept(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """The models that take turns and stay in main memory when they leave their devices, with bytes."""
+        return {}
+
     @property
     def _jobs_at_once(self) -> int:
         return self.devices.num_ranks
@@ -370,6 +375,18 @@ class GpuMemory(HostMemory):
                     f"lack room for, {size_in_words(available)} available; free some, or run a smaller model"
                 )
         return total
+
+    def kept(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        room, found = self.copies_room(checkpoints) * (1 - 1 / _SPARE), dict[Path, int]()
+        room -= sum(need.copies_bytes(self.devices.num_ranks) for need in self.patches.by_model.values())
+        for path, size in sorted(self.weights(checkpoints).items(), key=lambda each: each[1]):
+            is_plain = {quantisation_in(each) for each in path.glob("*/")} <= {None, "GGUF"}
+            if is_plain and not self.placement(path).streamed and size <= room - sum(found.values()):
+                found[path] = size
+        names = [f"{model_name(path)} ({size_in_words(size)})" for path, size in found.items()]
+        stay = f"main memory keeps copies of {', '.join(names)}" if names else "main memory has room for none"
+        logger.info("models that leave GPUs come back from main memory or from their files: %s", stay)
+        return found
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
         kept, too_large = self.on_gpus(jobs, weights)

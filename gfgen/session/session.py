@@ -192,7 +192,10 @@ class Session:
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
-        held = checkpoints if self.residency is None else self.residency.checkpoints
+        held, kept = checkpoints, dict[Path, int]()
+        if self.residency is not None:
+            held = self.residency.checkpoints
+            kept = self.residency.kept = memory.kept(checkpoints) if self.residency.is_needed else {}
         kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
@@ -202,6 +205,7 @@ class Session:
             kernels=kernels,
             patch_copies_on_host=memory.copies_on_host(checkpoints),
             placements=memory.streaming(checkpoints),
+            kept=kept,
             keep_fds=[self._lock],
             jobs=jobs,
         )

@@ -402,6 +402,27 @@ def test_main_memory_must_hold_what_is_streamed_of_all_models_that_take_turns(mo
         gpus.check_waiting(folders)
 
 
+@pytest.mark.parametrize(
+    ("available_gb", "names"),
+    [(120, {"qwen-image", "wan2.2-ti2v-5b"}), (80, {"wan2.2-ti2v-5b"}), (20, set())],
+)
+def test_models_that_take_turns_stay_in_main_memory_as_far_as_it_has_room(
+    monkeypatch, caplog, available_gb, names
+):
+    caplog.set_level("INFO")
+    folders = [CONFIGS / "qwen-image", CONFIGS / "wan2.2-ti2v-5b"]
+    gpus = GpuMemory(devices=Devices("cuda", 2, (Gpu("a GPU", 80 * GB),) * 2), has_random_weights=True)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available_gb * GB)
+    found = gpus.kept(folders)
+    assert {path.name for path in found} == names
+    assert found.items() <= gpus.weights(folders).items()
+    assert ("main memory keeps copies of wan2.2-ti2v-5b" in caplog.text) == bool(names)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 120 * GB)
+    small = GpuMemory(devices=Devices("cuda", 1, (Gpu("a GPU", 24 * GB),)), has_random_weights=True)
+    assert CONFIGS / "qwen-image" not in small.kept(folders[:1]), "what is streamed has a copy of its own"
+    assert not HostMemory(devices=Devices("cpu", 2)).kept(folders)
+
+
 def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):
     folder = tiny_models["tiny-wan"]
     counts = {

@@ -140,6 +140,7 @@ def load_adapter(
     placement: Placement = WHOLE,
     copy_fd: int | None = None,
     island: Island | None = None,
+    is_kept: bool = False,
     quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -148,7 +149,7 @@ def load_adapter(
     With random weights the directory need hold config files only. With `trusts_code` the checkpoint's own
     code may run. `kernels` are for pipelines without an adapter of their own, `quantised` for Wan and
     Qwen-Image. Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks
-    share, or from the other ranks of the island.
+    share, or from the other ranks of the island. If the model `is_kept`, all of it is there.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -161,6 +162,8 @@ def load_adapter(
 
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
+    from gfgen.models.streaming.host_copy import HostCopy
+    from gfgen.models.streaming.keeping import Kept
     from gfgen.models.streaming.placing import Placing
 
     brought = EXPERTS if quantised.layers else ()
@@ -178,6 +181,9 @@ def load_adapter(
         adapter = load_flow(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
     adapter.read_bytes_per_s = placing.read_rate()
+    if is_kept and copy_fd is not None:
+        place = torch.device(device)
+        adapter.kept = Kept(adapter.patches.pipeline, HostCopy(copy_fd, place), place)
     return adapter
 
 

@@ -107,13 +107,14 @@ class Placement:
         component, _, name = weight.partition(".")
         return block_key(name) in self.streamed.get(component, ()) and STAYS.search(name) is None
 
-    def new_copy(self) -> int:
-        """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py).
+    def new_copy(self, kept_bytes: int = 0) -> int:
+        """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py),
+        or for all of a model that is kept.
 
         Pages are allocated when they are first written, so room for alignment and for fp32 costs nothing.
         """
         fd = os.memfd_create("gfgen-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, 3 * self.streamed_bytes + (1 << 30))
+        os.ftruncate(fd, 3 * max(self.streamed_bytes, kept_bytes) + (1 << 30))
         return fd
 
 

@@ -191,6 +191,8 @@ class RankLoaded(Event):
 
     rank: int
     load_s: float
+    copied: tuple[str, ...] = ()
+    """The models that came back from main memory, where a copy is kept (models/streaming/keeping.py)."""
 
 
 @dataclass(frozen=True, slots=True)

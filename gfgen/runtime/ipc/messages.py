@@ -59,6 +59,7 @@ class SetModels:
     """After earlier tasks, hold only the models of these checkpoints; answer `ModelsSet`."""
 
     checkpoints: tuple[str, ...]
+    kept: tuple[str, ...] = ()  # others that may come back from main memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ class ModelsSet:
 
     load_s: float
     read_bytes_per_s: float = 0.0  # as in `WorkerReady`
+    copied: tuple[str, ...] = ()  # the checkpoints that came back from main memory
 
 
 class TaskReport(NamedTuple):

@@ -300,7 +300,8 @@ class ProcessBackend:
             case Joined():
                 yield events.RankReady(now_s, source.rank, source.incarnation, source.startup_s)
             case Loaded():
-                yield events.RankLoaded(now_s, source.rank, what.load_s)
+                copied = {name for path in what.copied for name in self._names[path]}
+                yield events.RankLoaded(now_s, source.rank, what.load_s, tuple(sorted(copied)))
             case Lost():
                 yield from self._worker_lost(source, what, now_s)
             case messages.MemoryUse():

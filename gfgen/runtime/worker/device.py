@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from gfgen.errors import RunError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
@@ -55,6 +56,8 @@ class Device:
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model
+        self._away: dict[str, Adapter] = {}
+        """By checkpoint: models that have left the device and may come back."""
         self._used: set[object] = set()
 
     def use(self, thread: Thread) -> None:
@@ -74,14 +77,35 @@ class Device:
         """Of models with streamed blocks; 0 without any."""
         return max((each.read_bytes_per_s for each in self.adapters.values()), default=0.0)
 
-    def load(self, path: str) -> None:
-        """Load the model of this checkpoint."""
-        self.adapters[path] = self._load_model(path)
+    def load(self, path: str) -> bool:
+        """Load the model of this checkpoint; whether it has come back from main memory."""
+        if (away := self._away.get(path)) is None or away.kept is None:
+            self.adapters[path] = self._load_model(path)
+            return False
+        try:
+            away.kept.come_back()
+        except RunError:  # there is no room beside what is kept for other models
+            self.drop(())
+            away.kept.come_back()
+        self.adapters[path] = self._away.pop(path)
+        return True
 
-    def drop(self, paths: Sequence[str]) -> None:
-        """Release models and their memory."""
+    def release(self, held: Collection[str], *, kept: Collection[str] = ()) -> None:
+        """Release all models but these; those of `kept` may come back from main memory."""
+        for path in [each for each in self.adapters if each in kept and each not in held]:
+            if (weights := self.adapters[path].kept) is not None:
+                self.adapters[path].patches.take_out()
+                weights.leave()
+                self._away[path] = self.adapters.pop(path)
+        gone = [each for each in self.adapters if each not in held]
+        gone += [each for each in self._away if each not in (*held, *kept)]
+        if gone or not {*self.adapters, *self._away}.issuperset(held):
+            self.drop(gone)
+
+    def drop(self, paths: Collection[str]) -> None:
+        """Release models and their memory, and what is kept for tasks."""
         for path in paths:
-            del self.adapters[path]
+            del (self.adapters if path in self.adapters else self._away)[path]
         self._used.clear()
         gc.collect()
         give_back_freed_memory()

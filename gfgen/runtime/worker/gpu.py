@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -207,7 +207,7 @@ class GpuDevice(Device):
 
     # Models -----------------------------------------------------------------------------------
 
-    def drop(self, paths: Sequence[str]) -> None:
+    def drop(self, paths: Collection[str]) -> None:
         self.forwards.forget()
         super().drop(paths)
         torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
@@ -286,6 +286,7 @@ class GpuDevice(Device):
         is_sure = not self._has_peers or self._memory.is_familiar(kinds)
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s, num_replays = time.monotonic(), self._graphs.num_replays
+        self._memory.beside_bytes = sum(x.kept.pages.num_bytes for x in self.adapters.values() if x.kept)
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
