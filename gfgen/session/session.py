@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,8 @@ class Session:
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
-        held, kept = checkpoints, dict[Path, int]()
+        held: Collection[Path] = checkpoints
+        kept: Mapping[Path, int] = {}
         if self.residency is not None:
             held = self.residency.checkpoints
             kept = self.residency.kept = memory.kept(checkpoints) if self.residency.is_needed else {}

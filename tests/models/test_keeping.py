@@ -15,12 +15,14 @@ import torch
 from test_streaming import JOB, all_weights_read, models_of, result
 
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.gfc.cuda import device_endpoint
 from gfgen.models.families.encoders import text_encoder_of
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.models.loading.components import load_pipeline
+from gfgen.models.streaming import keeping
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.keeping import Kept
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
@@ -123,6 +125,46 @@ def test_a_copy_is_made_only_if_main_memory_has_room_then(
     assert load_model(settings, path).kept is not None
     monkeypatch.setattr(entry, "available_bytes", lambda: 4 << 20)
     assert load_model(settings, path).kept is not None, "it is there"
+
+
+def test_addresses_on_a_gpu_are_reserved_once_and_memory_is_mapped_there_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Driver:
+        def shareable(self, device: int, num_bytes: int) -> tuple[int, int, int]:
+            calls.append(("create", num_bytes))
+            return 5, num_bytes, os.open(os.devnull, os.O_RDONLY)
+
+        def map(self, handle: int, num_bytes: int, device: int, *, at: int | None) -> int:
+            calls.append(("map", handle, at))
+            return 4096
+
+        def call(self, name: str, *arguments: int) -> None:
+            calls.append((name, *arguments))
+
+    monkeypatch.setattr(keeping, "driver", Driver)
+    monkeypatch.setattr(keeping, "limit_torch", lambda device, less: calls.append(("less", less)))
+    monkeypatch.setattr(device_endpoint, "as_tensor", lambda address, size, device: (address, size, device))
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append((name,)))
+    size, pages = 2 << 20, keeping._Pages(5, torch.device("cuda", 1))
+    taken = [("empty_cache",), ("create", size)], [("cuMemRelease", 5), ("less", size)]
+    given = [("synchronize",), ("cuMemUnmap", 4096, size), ("less", -size)]
+    for at in (None, 4096):
+        calls.clear()
+        assert pages.take() == (4096, size, 1)
+        assert (calls, pages.num_bytes) == ([*taken[0], ("map", 5, at), *taken[1]], size)
+        calls.clear()
+        pages.give_back()
+        pages.give_back()
+        assert (calls, pages.num_bytes) == (given, 0)
+    calls.clear()
+    fd = WHOLE.new_copy()
+    keeping._close(pages, HostCopy(fd, torch.device("cpu")))
+    os.close(fd)
+    assert calls == [("cuMemAddressFree", 4096, size)]
 
 
 def on_gpu_bytes() -> int:

@@ -49,7 +49,7 @@ class Rank:
         self.computed: list[tuple[int, int]] = []
         """For each block, in order: its number and how many tokens the forward had."""
         transformer = self.adapter._pipeline.transformer
-        transformer.streams = is_streamed
+        transformer.gfgen_stream = is_streamed or None
         for idx, block in enumerate(transformer.transformer_blocks):
             block.register_forward_pre_hook(self._hook(idx), with_kwargs=True)
         dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))

@@ -51,7 +51,8 @@ from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import changes_in_calls, pack, parts_of, unpack
-from gfgen.models.streaming.turns import present_place, streams
+from gfgen.models.streaming.stream import stream_of
+from gfgen.models.streaming.turns import present_place
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class PipelineAdapter(Adapter):
         pipeline = self.pipeline
         changed = [name for name, part in pipeline.components.items() if changes_in_calls(part)]
         may_take = changed == ["scheduler"] and not sets_processors(type(pipeline).__call__)
-        return may_take and any(map(streams, _transformers(pipeline)))
+        return may_take and any(map(stream_of, _transformers(pipeline)))
 
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""

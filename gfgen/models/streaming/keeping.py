@@ -64,39 +64,35 @@ class _Pages:
 
     num_bytes = 0
     """What is taken of a GPU now, which torch does not know."""
-    _address: int | None = None
+    address: int | None = None
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._size, self._device = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, device
+        self.size, self._device = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, device
 
     def take(self) -> Tensor:
         if self._device.type != "cuda":
-            return torch.empty(self._size, dtype=torch.uint8)
+            return torch.empty(self.size, dtype=torch.uint8)
         from gfgen.gfc.cuda.device_endpoint import as_tensor
 
         torch.cuda.empty_cache()  # of what was there before
         device = self._device.index or 0
-        handle, _, fd = driver().shareable(device, self._size)
+        handle, self.num_bytes, fd = driver().shareable(device, self.size)
         os.close(fd)
-        self._address = driver().map(handle, self._size, device, at=self._address)
+        self.address = driver().map(handle, self.size, device, at=self.address)
         driver().call("cuMemRelease", handle)  # the mapping keeps the memory
-        limit_torch(self._device, less=self._size)
-        self.num_bytes = self._size
-        return as_tensor(self._address, self._size, device)
+        limit_torch(self._device, less=self.size)
+        return as_tensor(self.address, self.size, device)
 
     def give_back(self) -> None:
         if self.num_bytes:
             torch.cuda.synchronize(self._device)
-            driver().call("cuMemUnmap", self._address, self._size)
-            limit_torch(self._device, less=-self._size)
+            driver().call("cuMemUnmap", self.address, self.size)
+            limit_torch(self._device, less=-self.size)
         self.num_bytes = 0
 
-    def close(self) -> None:
-        self.give_back()
-        if self._address is not None:
-            driver().call("cuMemAddressFree", self._address, self._size)
 
-
-def _close(*sources: _Pages | HostCopy) -> None:
-    for source in sources:
-        source.close()
+def _close(pages: _Pages, copy: HostCopy) -> None:
+    pages.give_back()
+    if pages.address is not None:
+        driver().call("cuMemAddressFree", pages.address, pages.size)
+    copy.close()

@@ -140,7 +140,7 @@ class Forwards:
         """Run tasks like the message's in every slot; yields after each part. Raises what the model does."""
         if (adapter := self._adapters.get(message.checkpoint)) is None:
             return  # models have changed
-        spec, *about = (getattr(message, name) for name in message.__slots__[1:])
+        spec, *about = (getattr(message, name) for name in message.__slots__[1:])  # all but its number
         known = (adapter.geometry.shape_key(spec), spec.steps, spec.may_approximate, *about)
         if known not in self._warmed:
             yield from self._prepare(message, adapter)
