@@ -155,14 +155,20 @@ class HostMemory:
     def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
         """The placements of the models that have streamed blocks, by path."""
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
-        for path, each in found.items():
-            sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            places = "main memory and from other GPUs" if each.shared else "main memory"
-            text = f"%s: each GPU holds %s of its weights; %s are streamed from {places}%s"
-            times_s = self.reads_s({"": path}).values()
-            pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
-            logger.info(text, model_name(path), *sizes, pace)
+        for path in found:
+            logger.info("%s: %s", model_name(path), self.in_words(path))
         return {str(path): each for path, each in found.items()}
+
+    def in_words(self, checkpoint: Path) -> str:
+        """Where the weights of a model are, and what that costs."""
+        placement, size = self.placement(checkpoint), size_in_words(self.weights([checkpoint])[checkpoint])
+        if not placement.streamed:
+            return f"each GPU holds all of its weights, {size}"
+        places = "main memory and from other GPUs" if placement.shared else "main memory"
+        times_s = self.reads_s({"": checkpoint}).values()
+        pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
+        streamed = size_in_words(placement.streamed_bytes)
+        return f"each GPU holds {size} of its weights; {streamed} are streamed from {places}{pace}"
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
         """The jobs for which there is room, with their model and their patches, and problems for the others.
