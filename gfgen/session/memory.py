@@ -36,7 +36,7 @@ from gfgen.models.geometry.weights import (
     placed,
     quantisation_in,
 )
-from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
@@ -165,6 +165,10 @@ class HostMemory:
         if not placement.streamed:
             return f"each GPU holds all of its weights, {size}"
         places = "main memory and from other GPUs" if placement.shared else "main memory"
+        if placement.is_on_disk:
+            share_s = placement.streamed_bytes / self.devices.num_ranks / LOAD_BYTES_PER_S
+            places = "other GPUs, and those of a rank that has ended from a file, because main memory has no "
+            places += f"room (a forward would take about {share_s:.2g} s longer)"
         times_s = self.reads_s({"": checkpoint}).values()
         pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
         streamed = size_in_words(placement.streamed_bytes)
@@ -316,7 +320,9 @@ class GpuMemory(HostMemory):
             left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
             found = placed(parts, left_bytes, num_sharing=num_sharing)
             if found.shared and available is not None and found.streamed_bytes > available:
-                found = placed(parts, left_bytes)  # main memory holds what is shared, too
+                alone = placed(parts, left_bytes)  # main memory or a file holds what is shared, too
+                is_worse = alone.streamed_bytes > available and found.shared == found.streamed
+                found = replace(found, is_on_disk=True) if is_worse else alone
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
             fewer = ", or --ranks 1, which exchanges nothing" if self.devices.num_ranks > 1 else ""
@@ -373,7 +379,8 @@ class GpuMemory(HostMemory):
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0
         for path in sorted(checkpoints):
-            total += self.placement(path).streamed_bytes  # models that take turns keep their copies
+            placement = self.placement(path)  # models that take turns keep their copies
+            total += 0 if placement.is_on_disk else placement.streamed_bytes
             if available is not None and total > available:
                 names = ", ".join(model_name(each) for each in sorted(checkpoints))
                 raise InputError(

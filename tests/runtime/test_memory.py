@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +365,22 @@ def test_without_main_memory_for_what_is_shared_less_is_streamed(monkeypatch):
     placement = admission.memory.placement(job.checkpoint)
     assert not placement.shared
     assert 0 < placement.streamed_bytes < 12 * GB
+
+
+def test_without_main_memory_for_any_way_a_file_has_what_gpus_keep_for_each_other(monkeypatch):
+    gpus = (Gpu("a GPU", 40 * GB),) * 4
+    monkeypatch.setattr(memory, "available_bytes", lambda: 12 * GB)
+    admission = Ranks(Devices("cuda", 4, gpus), has_random_weights=True).admission("qwen-image")
+    (job,), problems = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
+    assert not problems
+    placement = admission.memory.placement(job.checkpoint)
+    assert placement.is_on_disk
+    assert placement.shared == placement.streamed
+    assert placement.streamed_bytes > 12 * GB
+    text = admission.memory.in_words(job.checkpoint)
+    assert re.search(
+        r"from a file, because main memory has no room \(a forward would take about .* s longer\)", text
+    )
 
 
 @pytest.mark.parametrize(

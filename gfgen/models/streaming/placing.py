@@ -69,7 +69,8 @@ class Placing:
         self._island = island
         self._copy: HostCopy | None = None
         if placement.streamed:
-            self._copy = HostCopy(fd := placement.new_copy() if copy_fd is None else copy_fd, self._device)
+            fd = placement.new_copy() if copy_fd is None else copy_fd
+            self._copy = HostCopy(fd, self._device, is_on_disk=placement.is_on_disk)
             if copy_fd is None:
                 os.close(fd)
         self._models: dict[str, nn.Module] = {}
@@ -160,7 +161,7 @@ class Placing:
     def read_rate(self) -> float:
         """Bytes per second that the device reads of the host copy, the best of a few copies; 0 on a CPU."""
         regions = [place.region for place in self._places.values() if place.region is not None]
-        if not regions or self._device.type != "cuda":
+        if not regions or self._device.type != "cuda" or self._placement.is_on_disk:
             return 0.0
         source, lasted_s = max(regions, key=len)[:_MEASURED_BYTES], list[float]()
         target = torch.empty_like(source, device=self._device)

@@ -104,7 +104,7 @@ class Shard:
         if self._life is not None and _has_ended(self._life):
             os.close(self._life)
             self._life = None
-            logger.warning("another rank has ended: blocks that it kept are read from main memory")
+            logger.warning("another rank has ended: blocks that it kept are read from main memory, or a file")
         if self._life is None and (posted := self._posted()):
             fd, life = posted
             if _has_ended(life):
