@@ -196,7 +196,8 @@ class Session:
         kept: Mapping[Path, int] = {}
         if self.residency is not None:
             held = self.residency.checkpoints
-            kept = self.residency.kept = memory.kept(checkpoints) if self.residency.is_needed else {}
+            may_return = self.residency.is_needed and (bool(models) or have_turns(jobs))
+            kept = self.residency.kept = memory.kept(checkpoints) if may_return else {}
         kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
@@ -398,6 +399,12 @@ def known_profile(ranks: Ranks) -> Profile | None:
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
     return profile
+
+
+def have_turns(jobs: Sequence[AdmittedJob]) -> bool:
+    """Whether a model may have to come back: otherwise each has its turn once, and a copy would cost time."""
+    specs = [job.spec for job in jobs]
+    return len({(each.arrival_s, each.priority, each.deadline_s) for each in specs}) > 1
 
 
 @contextlib.contextmanager
