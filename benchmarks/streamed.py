@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gfgen.cli.shown.timeline import read_timeline
 from gfgen.runtime.core.devices import parse_memory
 
+STAGES = ("encode", "prepare", "denoise", "decode")
 PROMPTS = ("a red fox in the snow", "two boats at sunset", "a castle on a hill", "rain in a city at night")
 
 
@@ -61,7 +64,7 @@ def main() -> None:
             gb = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in found["bytes"].items())
             words = " ".join(limits[name]) or "all on the GPU"
             print(f"{words:16} {found['seconds'] / asked.jobs:8.3f} s a job   GB: {gb}", flush=True)
-            print(*(f"    {line}\n" for line in found["told"]), end="")
+            print(*(f"    {line}\n" for line in (found["stages"], *found["told"])), sep="", end="")
             results.append(found)
     if len(results) == 2:
         whole, streamed = results
@@ -104,6 +107,8 @@ def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     entries = json.loads(trace.read_text())
+    tasks = [each for each in read_timeline(trace).slices if each.rank is not None]
+    stages = [(name, [each.duration_s for each in tasks if each.stage == name]) for name in STAGES]
     slices = [each for each in entries if each["ph"] == "X" and each["name"] != "load models"]
     used = [each["args"] for each in entries if each["name"] == "memory"]
     files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".mp4")]
@@ -116,6 +121,7 @@ def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict
             "reserved": max((each["reserved_bytes"] for each in used), default=0),
             "nvidia-smi": peaks[0],
         },
+        "stages": ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in stages if each),
         "told": [line for line in done.stderr.splitlines() if "stream" in line or "pins no more" in line],
     }
 
