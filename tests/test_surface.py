@@ -318,7 +318,6 @@ def test_options_of_the_other_commands():
         "--model",
         "--no-graphs",
         "--output",
-        "--outside",
         "--policy",
         "--profile",
         "--random-weights",
