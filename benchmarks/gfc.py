@@ -1,0 +1,226 @@
+"""Group-free collectives and NCCL on this machine's GPUs (measure_gfc.py), half a minute on four.
+
+    python -m benchmarks.gfc --output benchmarks/results
+
+Kernels are those of the table that `gfgen bench gfc` stored for the device, or of the shipped one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import measure_gfc
+from gfgen.bench.gfc import check_num_gpus
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda import measure
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.measure import PATTERNS
+from gfgen.gfc.cuda.rank_processes import CudaRanks
+from gfgen.system.wording import counted
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+FUSED = {"Wan2.2-5B 704x1280x81": 18480, "Qwen-Image 512": 1024, "Qwen-Image 1536": 9216}
+NUM_HEADS, HEAD_DIM = 24, 128
+MeasuredRow = dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CollectivesReport:
+    facts: dict[str, Any]
+    cells: list[MeasuredRow] = field(default_factory=list)
+    fused: list[MeasuredRow] = field(default_factory=list)
+    groups: list[MeasuredRow] = field(default_factory=list)
+    barriers: list[MeasuredRow] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def measure_collectives(num_gpus: int) -> CollectivesReport:
+    """All measurements, half a minute on four GPUs. Raises: InputError where there are fewer than two."""
+    check_num_gpus(num_gpus, at_least=2)
+    largest = num_gpus * max(SIZES)
+    plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
+    ranks = CudaRanks(num_gpus, plan)
+    try:
+        bench = _Bench(ranks, num_gpus)
+        report = bench.report
+        bench.start_nccl()
+        bench.measure_groups()
+        _log.info("measured new groups")
+        for degree in range(2, num_gpus + 1):
+            bench.measure_degree(degree)
+            _log.info("measured %d GPUs", degree)
+        return report
+    finally:
+        ranks.close()
+
+
+class _Bench:
+    def __init__(self, ranks: CudaRanks, num_gpus: int) -> None:
+        self.ranks, self.num_gpus = ranks, num_gpus
+        (name,) = ranks.run([0], measure.device_name)
+        (versions,) = ranks.run([0], measure_gfc.versions)
+        (copy_rate,) = ranks.run([0], measure_gfc.copy_engine, 1, 64 * MIB)
+        self.report = CollectivesReport(
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "device": f"{num_gpus} x {name}",
+                "copy_engine_gb_per_s": copy_rate,
+                "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
+                **versions,
+            }
+        )
+
+    def start_nccl(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            self.ranks.run(range(self.num_gpus), measure_gfc.init_nccl, self.num_gpus, store)
+            for degree in range(2, self.num_gpus + 1):
+                members = tuple(range(degree))
+                costs = self.ranks.run(range(self.num_gpus), measure_gfc.new_nccl_group, members)
+                self.report.groups.append({"degree": degree, "nccl": _slowest(costs)})
+
+    def measure_groups(self) -> None:
+        for row in self.report.groups:
+            subsets = list(itertools.permutations(range(self.num_gpus), row["degree"]))
+            chosen = list(itertools.islice(itertools.cycle(subsets), 240))
+            first = self.ranks.next_dispatch(len(chosen))
+            dispatches = list(zip(chosen, range(first, first + len(chosen)), strict=True))
+            row["ours"] = _slowest(self.ranks.run(range(self.num_gpus), measure_gfc.group_cost, dispatches))
+
+    def measure_degree(self, degree: int) -> None:
+        members = tuple(range(degree))
+
+        def run(program: Any, *arguments: Any) -> MeasuredRow:
+            dispatch = self.ranks.next_dispatch()
+            return _slowest(self.ranks.run(members, program, members, dispatch, *arguments))
+
+        for pattern, size in itertools.product(PATTERNS, SIZES):
+            times = run(measure_gfc.cell, pattern, size)
+            self.report.cells.append({"pattern": pattern, "degree": degree, "bytes": size, **times})
+        self.report.barriers.append({"degree": degree, **run(measure_gfc.barrier_cell)})
+        for model, tokens in FUSED.items():
+            if tokens % degree == 0:  # NCCL's equal all-to-all takes nothing else
+                times = run(measure_gfc.fused_cell, tokens, NUM_HEADS, HEAD_DIM)
+                self.report.fused.append({"model": model, "degree": degree, "tokens": tokens, **times})
+
+
+def _slowest(found: Sequence[dict[str, float]]) -> MeasuredRow:
+    """By key, the largest over the ranks that took part; for checks, the smallest."""
+    found = [times for times in found if times]
+    return {key: (min if key == "is_equal" else max)(times[key] for times in found) for key in found[0]}
+
+
+def markdown(report: CollectivesReport, command: str) -> str:
+    return "\n".join(_lines(report, command)) + "\n"
+
+
+def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
+    facts = report.facts
+    yield f"# Group-free collectives, {facts['date']}\n"
+    yield (
+        f"{facts['device']}, driver for CUDA {facts['driver_cuda']}, PyTorch {facts['torch']}, NCCL "
+        f"{facts['nccl']} (NCCL_NVLS_ENABLE={facts['nccl_nvls']}); command: `{command}`\n"
+    )
+    yield (
+        "Microseconds per call, medians, the slowest rank; one run. Bytes are each rank's whole input. "
+        "graph: 20 calls (5 from 16 MB on) in one CUDA graph. arena: the result stays where peers wrote "
+        "it, which is what attention reads; fresh: copied out, as NCCL's result is. x: NCCL's time over "
+        "ours, both in graphs. GB/s: what one rank sends to others, in the arena; % of the copy engine's "
+        f"{facts['copy_engine_gb_per_s']:.0f} GB/s to one peer.\n"
+    )
+    for pattern in PATTERNS:
+        for degree in sorted({row["degree"] for row in report.cells}):
+            yield f"## {pattern.replace('_', '-')}, {counted(degree, 'GPU')}\n"
+            yield (
+                "| bytes | NCCL eager | NCCL graph | eager, fresh | graph, fresh | eager, arena | "
+                "graph, arena | x fresh | x arena | GB/s | % copy engine | host us | NCCL host us | "
+                "same bytes |"
+            )
+            yield "|---" * 14 + "|"
+            for row in report.cells:
+                if (row["pattern"], row["degree"]) == (pattern, degree):
+                    yield _cell_line(row, facts["copy_engine_gb_per_s"])
+            yield ""
+    yield "## Attention's exchange, there and back (q, k, v in one launch, bf16, 24 heads of 128)\n"
+    yield "NCCL: four all-to-alls with the contiguous permutes that diffusers issues.\n"
+    yield (
+        "| model | tokens | GPUs | NCCL eager | NCCL graph | ours eager | ours graph | there only | x | "
+        "same bytes |"
+    )
+    yield "|---" * 10 + "|"
+    for row in report.fused:
+        yield (
+            f"| {row['model']} | {row['tokens']} | {row['degree']} | {row['nccl_eager']:.1f} | "
+            f"{row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | {row['ours_graph']:.1f} | "
+            f"{row['ours_there_graph']:.1f} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
+            f"{'yes' if row['is_equal'] else 'NO'} |"
+        )
+    yield "\n## A new group\n"
+    yield (
+        "| GPUs | ours, made, host us | with its entry barrier enqueued, host us | entered by all, us | "
+        "ours, MB | NCCL new_group ms | first collective ms | MB |"
+    )
+    yield "|---" * 8 + "|"
+    for row in report.groups:
+        ours, nccl = row["ours"], row["nccl"]
+        yield (
+            f"| {row['degree']} | {ours['made_us']:.1f} | {ours['host_us']:.1f} | {ours['entered_us']:.0f} | "
+            f"{ours['memory_mb']:.0f} | {nccl['new_group_ms']:.1f} | {nccl['first_collective_ms']:.0f} | "
+            f"{nccl['memory_mb']:.0f} |"
+        )
+    yield "\n## Barrier in a graph\n"
+    for row in report.barriers:
+        yield f"- {counted(row['degree'], 'GPU')}: {row['ours_graph']:.2f} us"
+
+
+def _cell_line(row: MeasuredRow, copy_rate: float) -> str:
+    degree, size = row["degree"], row["bytes"]
+    sent = size * (degree - 1) / (degree if row["pattern"] == "all_to_all" else 1)
+    rate = sent / (row["ours_arena_graph"] * 1e-6) / 1e9
+    times = (
+        f"{row['nccl_eager']:.1f} | {row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | "
+        f"{row['ours_graph']:.1f} | {row['ours_arena_eager']:.1f} | {row['ours_arena_graph']:.1f}"
+    )
+    return (
+        f"| {size_name(size)} | {times} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
+        f"{row['nccl_graph'] / row['ours_arena_graph']:.2f} | {rate:.0f} | {100 * rate / copy_rate:.0f} | "
+        f"{row['ours_host']:.1f} | {row['nccl_host']:.1f} | {'yes' if row['is_equal'] else 'NO'} |"
+    )
+
+
+def size_name(size: int) -> str:
+    return f"{size // MIB} MB" if size >= MIB else f"{size // KIB} KB"
+
+
+@click.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def main(*, gpus: int | None, output: Path | None) -> None:
+    num_gpus = driver().num_devices if gpus is None else gpus
+    report = measure_collectives(num_gpus)
+    text = markdown(report, f"python -m benchmarks.gfc --gpus {num_gpus}")
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{report.facts['date']}-gfc"
+        (output / f"{stem}.json").write_text(report.as_json())
+        (output / f"{stem}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
