@@ -277,7 +277,7 @@ def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
     ).scores
     ran = comparison_of(PolicyRun("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
     kept = scores_of(json.loads(ran.as_json({})))
-    assert [job.id for job in kept[0].jobs] == ["a", "b"]
+    assert [job["id"] for job in kept[0].jobs] == ["a", "b"]
     assert list(surprises(simulated, kept)) == [
         "auto, in time in one of the two alone: a 500 ms late (simulated 250 ms early)"
     ]
