@@ -57,8 +57,8 @@ class Server:
         shown = proxy and (urlsplit(proxy).netloc.rpartition("@")[2] or proxy)
         self._by_proxy = f"; the proxy {shown} was asked (no_proxy names hosts without)" if proxy else ""
         """How requests went, at the end of an error."""
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._client = httpx.Client(base_url=self._url, headers=headers, trust_env=not is_direct)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._asks_proxies = not is_direct
 
     def status(self) -> RunStatus:
         state = self._call("GET", "/v1/state")
@@ -118,8 +118,8 @@ class Server:
         if plain:
             content = "".join(json.dumps(line) + "\n" for line in plain).encode()
             kind = {"Content-Type": "application/jsonl"}
-            asked: dict[str, Any] = {"content": content, "headers": kind, "timeout": SUBMIT_S}
-            answers.append(self._call("POST", "/v1/batches", **asked))
+            batch = self._call("POST", "/v1/batches", content=content, headers=kind, timeout=SUBMIT_S)
+            answers.append(batch)
         for number, request in enumerate(single):
             try:
                 answers.append(self._call("POST", "/v1/jobs", json=request))
@@ -132,9 +132,10 @@ class Server:
         ids = ", ".join(answer["id"] for answer in answers[:3]) + (", ..." if len(answers) > 3 else "")
         return Submitted(len(specs), f"{self._url} accepted {counted(len(specs), 'job')}: {ids}", (), answers)
 
-    def _call(self, method: str, path: str, *, timeout: float = TIMEOUT_S, **asked: Any) -> dict[str, Any]:
+    def _call(self, method: str, path: str, **asked: Any) -> dict[str, Any]:
+        asked = {"timeout": TIMEOUT_S, **asked, "headers": self._headers | asked.get("headers", {})}
         try:
-            answer = self._client.request(method, path, timeout=timeout, **asked)
+            answer = httpx.request(method, self._url + path, trust_env=self._asks_proxies, **asked)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = getattr(error.__cause__, "strerror", None) or str(error) or type(error).__name__
             text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
