@@ -78,11 +78,11 @@ class Arguments:
         default=("auto",),
     )
     ranks: tuple[int, ...] | None = opt.option(
-        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=prediction.RankCounts(), metavar="N"
+        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=prediction.rank_counts, metavar="N"
     )
     nodes: tuple[int, ...] | None = opt.option(
         "Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
-        type=prediction.RankCounts("nodes", most=MAX_NODES),
+        type=prediction.counts_of("nodes", MAX_NODES),
         metavar="N",
     )
     assumed: Assumed = opt.group(Assumed)
@@ -272,13 +272,13 @@ class PlanArguments:
     ranks: tuple[int, ...] | None = opt.option(
         "Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
         "[4, and all that the profile has]",
-        type=prediction.RankCounts(),
+        type=prediction.rank_counts,
         metavar="N",
     )
     nodes: Nodes | None = opt.option(
         "Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
         "how many of them are enough. [one]",
-        type=prediction.NodesType(),
+        type=prediction.nodes_of,
         metavar="NxRANKS",
     )
     at: str | None = opt.option(
