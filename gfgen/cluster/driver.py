@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from gfgen.runtime.predict.cost_table import Estimate, Provenance
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.workers import Requests
 from gfgen.snapshot import Arrangement
+from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    inputs: Sequence[Requests] = ()
-    """Signals, and requests from outside."""
+    inputs: Sequence[Requests | SignalPipe] = ()
     watchers: Watchers | None = None
     tell: Callable[[Event], None] = lambda event: None
     """Lets all nodes know of another policy or priority."""
@@ -81,7 +82,13 @@ class ClusterBackend:
             until = self.clock.now_s
         if self.links.scale is not None:
             self.links.scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
-        found = [event for each in self.links.inputs for event in each.take_events(self.clock.now_s)]
+        found, now_s = list[Event](), self.clock.now_s
+        for each in self.links.inputs:
+            if not isinstance(each, SignalPipe):
+                found += each.take_events(now_s)
+                continue
+            with contextlib.suppress(BlockingIOError):
+                found += [events.StopRequested(now_s, number) for number in each.take()]
         for report in self.cluster.wait(until):
             found += self._events_of(report)
         return [*found, *self.clock.due()]

@@ -18,14 +18,12 @@ from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.resume import RunStart
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
 from gfgen.session.session import RunSetup, Session, SessionOptions
-from gfgen.system.signals import SignalPipe
 
 SPARE_SLOTS = 16
 
@@ -63,20 +61,6 @@ class NodeMemory(HostMemory):
                 kept.append(job)
         fitting, unfit = self.patches.fitting(kept)
         return fitting, (*problems, *unfit)
-
-
-@dataclass(frozen=True, slots=True)
-class _StopSignals:
-    signals: SignalPipe
-
-    def fileno(self) -> int:
-        return self.signals.fileno()
-
-    def take_events(self, now_s: float) -> Sequence[Event]:
-        try:
-            return [StopRequested(now_s, number) for number in self.signals.take()]
-        except BlockingIOError:
-            return ()
 
 
 class ClusterSession(Session):
@@ -138,7 +122,7 @@ class ClusterSession(Session):
         **records: Any,
     ) -> Control:
         arrivals, watchers = setup.arrivals, Watchers(observers)
-        inputs = [_StopSignals(self.signals), *filter(None, [arrivals.requests])]
+        inputs = [self.signals, *filter(None, [arrivals.requests])]
         scale = self._cluster.scale if self._cluster.options.scales else None
         self._cluster.begin_run(setup.clock, inputs)
         driver = driver_of(
