@@ -87,7 +87,7 @@ class Inbox(Observer):
         """By key of an output name: the key of the job that writes it."""
         self._taken: set[tuple[str, str]] = set()
         """Name and content of the files that this process has taken."""
-        self._before = _read_taken(self.output_dir / WATCHED_NAME)
+        self._before = read_taken(self.output_dir / WATCHED_NAME)
         self._record = LineFile(self.output_dir / WATCHED_NAME)
         self._is_missing = False
         self._found: queue.SimpleQueue[list[AdmittedJob] | Exception] = queue.SimpleQueue()
@@ -354,7 +354,7 @@ def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> Non
         logger.error("%s: %s", path.name, line)
 
 
-def _read_taken(path: Path) -> dict[tuple[str, str], None]:
+def read_taken(path: Path) -> dict[tuple[str, str], None]:
     """Name and content hash of the files that earlier runs took, in that order."""
     taken: dict[tuple[str, str], None] = {}
     for number, line in enumerate(read_from(path).split(b"\n"), start=1):
