@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,11 @@ JSON_NAME = "compare.json"
 
 
 class _BenchGroup(click.Group):
-    """Reads `bench --compare POLICY` as `bench compare --against POLICY`; each further --compare adds one."""
+    """Reads `bench --compare POLICY` as `bench compare --compare POLICY`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0].partition("=")[0] == "--compare":
-            args = ["compare", *_spelled_out(args)]
-        return super().parse_args(ctx, args)
-
-
-def _spelled_out(args: Sequence[str]) -> Iterator[str]:
-    is_first, rest = True, iter(args)
-    for word in rest:
-        option, equals, text = word.partition("=")
-        if option != "--compare":
-            yield word
-            continue
-        text = text if equals else next(rest, "")
-        yield "--against" if is_first else "--policy"
-        yield from [text] if text else []
-        is_first = False
+        is_short = bool(args) and args[0].partition("=")[0] == "--compare"
+        return super().parse_args(ctx, ["compare", *args] if is_short else args)
 
 
 @click.group(cls=_BenchGroup)
@@ -145,7 +131,13 @@ def workload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    against: str = opt.option("Policy that the ratios compare with.", default="legacy")
+    against: tuple[str, ...] = opt.option(
+        "Policy that the ratios compare with; further ones are only run.",
+        "--against",
+        "--compare",
+        multiple=True,
+        default=("legacy",),
+    )
     policies: tuple[str, ...] = opt.option(
         "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
         "Repeatable. [single-rank replicas and every policy]",
@@ -248,7 +240,8 @@ def compare(given: Arguments) -> int:
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    texts = tuple(dict.fromkeys([given.against, *(given.policies or COMPARED)]))
+    baseline, *others = given.against
+    texts = tuple(dict.fromkeys([baseline, *([*others, *given.policies] or COMPARED)]))
     found = Setting.of(given)
     name, output, model, ranked, options = given.name, given.output, found.model, found.ranks, found.options
     for text in texts:
@@ -256,7 +249,7 @@ def compare(given: Arguments) -> int:
         jobs_with(calibration_jobs(model, steps=options.steps), varied, weightless_model(model))
     found.make_folder()
     conditions = found.conditions
-    comparison = PolicyComparison(texts, baseline=given.against, slack_s=found.slack_s)
+    comparison = PolicyComparison(texts, baseline=baseline, slack_s=found.slack_s)
     for path in given.earlier:
         _take_in(path, comparison, conditions)
     todo = comparison.not_run

@@ -99,9 +99,16 @@ def test_no_policy_ends_a_night_before_the_bound():
     assert ends_s["auto"] < 1.05 * bound_s < ends_s["legacy"]
 
 
-@pytest.mark.parametrize("words", [["compare", "--against", "legacy"], ["--compare", "legacy"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--against", "legacy", "--policy", "auto", "--policy", "srtf"],
+        ["--compare", "legacy", "--policy", "auto", "--policy", "srtf"],
+        ["--compare=legacy", "--compare", "auto", "--policy", "srtf"],
+    ],
+)
 def test_bench_compares_policies_in_virtual_time(words, tmp_path, capsys):
-    arguments = ["--simulate", "--policy", "auto", "--policy", "srtf", "--jobs", "12", "-o", str(tmp_path)]
+    arguments = ["--simulate", "--jobs", "12", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         main(["bench", *words, *arguments])
     assert end.value.code == 0

@@ -18,7 +18,6 @@ from builders import make_job
 from benchmarks import stock, stock_worker
 from benchmarks.stock import StockOptions, stock_options
 from benchmarks.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob
-from gfgen.cli.bench import _spelled_out
 from gfgen.errors import PolicyError, WorkerError
 
 STEP_S = 0.02
@@ -223,21 +222,6 @@ def test_ranks_leave_an_interrupt_to_their_parent_and_end_without_a_word(monkeyp
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIG_IGN]
-
-
-@pytest.mark.parametrize(
-    ("words", "read"),
-    [
-        (["--compare", "legacy"], ["--against", "legacy"]),
-        (["--compare=legacy", "--ranks", "4"], ["--against", "legacy", "--ranks", "4"]),
-        (
-            ["--compare", "legacy", "--compare", "edf", "--compare", "srtf"],
-            ["--against", "legacy", "--policy", "edf", "--policy", "srtf"],
-        ),
-    ],
-)
-def test_what_else_is_compared_comes_as_the_same_option(words, read):
-    assert list(_spelled_out(words)) == read
 
 
 class Answering:
