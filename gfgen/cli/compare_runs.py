@@ -107,7 +107,7 @@ def on_workers(
         asked = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=auto, model=model)
         with Session(asked) as session:
             session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
-            bench = _StartedWorkers(found, model, session, workload and workload.profile)
+            bench = _StartedWorkers(found, model, session, None if workload is None else workload.profile)
             if workload is not None:
                 specs = workload.specs
                 bench.warm_up(specs, steps=WARM_UP_STEPS)

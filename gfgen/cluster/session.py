@@ -21,9 +21,11 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.processes.workers import Requests
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
 from gfgen.session.session import RunSetup, Session, SessionOptions
+from gfgen.system.signals import SignalPipe
 
 SPARE_SLOTS = 16
 
@@ -122,7 +124,8 @@ class ClusterSession(Session):
         **records: Any,
     ) -> Control:
         arrivals, watchers = setup.arrivals, Watchers(observers)
-        inputs = [self.signals, *filter(None, [arrivals.requests])]
+        inputs: list[Requests | SignalPipe] = [self.signals]
+        inputs += [arrivals.requests] if arrivals.requests is not None else []
         scale = self._cluster.scale if self._cluster.options.scales else None
         self._cluster.begin_run(setup.clock, inputs)
         driver = driver_of(
