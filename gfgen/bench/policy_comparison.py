@@ -11,12 +11,11 @@ from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import counted, first_of, in_words
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """The default: single-rank replicas, then every policy."""
-MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
     "| policy | deadlines met | with slack | with slack, by class | mean latency | P95 | jobs a minute "
@@ -156,10 +155,9 @@ def _starved(run: PolicyRun) -> list[str]:
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
         return []
-    names = ", ".join(outcome.info.job_id for outcome in never[:MAX_NAMED])
-    more = f" and {len(never) - MAX_NAMED} more" if len(never) > MAX_NAMED else ""
+    names = ", ".join(first_of([outcome.info.job_id for outcome in never], "job"))
     jobs, error = counted(len(never), "job"), never[0].error
-    return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}{more}"]
+    return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}"]
 
 
 MAX_KEPT = 1000

@@ -23,7 +23,7 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.cli.shown.prediction import choose_profile
-from gfgen.cli.shown.progress import make_progress
+from gfgen.cli.shown.progress import FailureProgress
 from gfgen.errors import InputError, InterruptedRunError, PolicyError
 from gfgen.job.fields import FIELDS, Refused
 from gfgen.job.shared import number_of
@@ -129,9 +129,8 @@ class _StartedWorkers:
         watch, jobs = OutcomeRecorder(), jobs_with(specs, varied, self._model)
         with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=policy)
-            progress = make_progress(quiet=True, log_json=False)
             summary = self._session.run(
-                jobs, options=options, observers=[progress, watch], profile=self._profile
+                jobs, options=options, observers=[FailureProgress(), watch], profile=self._profile
             )
         if (number := self._session.stop_signal) is not None:
             raise InterruptedRunError("stopped", signal_number=number)

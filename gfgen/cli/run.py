@@ -347,12 +347,10 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    from gfgen.cli.shown.progress import make_file_progress, make_progress
+    from gfgen.cli.shown.progress import progress_of
 
     logs = options.logs
-    observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
-    if logs.log_file:
-        observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
+    observers = progress_of(quiet=logs.quiet, log_json=logs.log_json, has_file=logs.log_file is not None)
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:
