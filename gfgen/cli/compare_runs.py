@@ -161,4 +161,4 @@ class _StartedWorkers:
                 for outcome in outcomes if repeat else ():
                     taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
             by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
-        return StandAlone(by_degree)
+        return by_degree
