@@ -6,10 +6,12 @@ import contextlib
 import functools
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import click
@@ -64,18 +66,13 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[list[tuple[str, str]]]:
-    logger, logged = logging.getLogger("gfgen"), list[tuple[str, str]]()
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append((record.levelname, record.getMessage()))
-
+def _collected() -> Iterator[list[logging.LogRecord]]:
+    logger, kept = logging.getLogger("gfgen"), BufferingHandler(sys.maxsize)
     handlers, level = logger.handlers, logger.level
-    logger.handlers = [Collector(logging.INFO)]
+    logger.handlers = [kept]
     logger.setLevel(logging.INFO)
     try:
-        yield logged
+        yield kept.buffer
     finally:
         logger.handlers = handlers
         logger.setLevel(level)
@@ -202,7 +199,7 @@ class _Report:
     memory: _Memory | None
     space: Mapping[str, int]
     prediction: _Prediction | None
-    logged: Sequence[tuple[str, str]]
+    logged: Sequence[logging.LogRecord]
     nodes: Mapping[str, Ranks]
 
     def lines(self) -> Iterator[str]:
@@ -230,8 +227,9 @@ class _Report:
             yield f"space     files take up to {size_in_words(needed)}; {size_in_words(left)} is free{lack}"
         if self.prediction is not None:
             yield f"time      {self.prediction.in_words()}"
-        for level, text in self.logged:
-            yield f"{'note' if level == 'INFO' else level.lower():<10}{text}"
+        for record in self.logged:
+            kind = "note" if record.levelno == logging.INFO else record.levelname.lower()
+            yield f"{kind:<10}{record.getMessage()}"
 
     def as_json(self) -> dict[str, Any]:
         changed, again = self._made_again()
@@ -254,8 +252,8 @@ class _Report:
             "memory": None if self.memory is None else asdict(self.memory),
             "space": self.space,
             "prediction": None if self.prediction is None else asdict(self.prediction),
-            "notes": [text for level, text in self.logged if level == "INFO"],
-            "warnings": [text for level, text in self.logged if level != "INFO"],
+            "notes": [each.getMessage() for each in self.logged if each.levelno == logging.INFO],
+            "warnings": [each.getMessage() for each in self.logged if each.levelno > logging.INFO],
         }
 
     def _counts(self) -> Mapping[str, int]:
