@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import curses
 import json
 import re
 import shutil
@@ -12,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +22,9 @@ from gfgen.errors import GfgenError, InputError
 from gfgen.runtime.files.lock import holder_of
 from gfgen.session.live import read_live
 from gfgen.system.wording import counted, first_of
+
+if TYPE_CHECKING:
+    import curses
 
 RUNS = Path("outputs")
 _ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
@@ -167,9 +169,13 @@ def _print_changes(target: Target, status: RunStatus) -> None:
 def _show(target: Target, status: RunStatus) -> None:
     most = 2
     try:
+        import curses  # which some builds of Python lack
+
         status = curses.wrapper(_redraw, target, status)
     except KeyboardInterrupt:
         pass
+    except ImportError:
+        most = MAX_STATUS_ROWS
     except curses.error:  # a terminal that its database lacks
         most = MAX_STATUS_ROWS
     click.echo("\n".join(status.lines(now=time.time())[:most]))
@@ -177,6 +183,8 @@ def _show(target: Target, status: RunStatus) -> None:
 
 def _redraw(screen: curses.window, target: Target, status: RunStatus) -> RunStatus:
     """Draw until q; the last status."""
+    import curses
+
     screen.timeout(round(1e3 * REDRAW_S))
     with contextlib.suppress(curses.error):  # a terminal without
         curses.use_default_colors()
