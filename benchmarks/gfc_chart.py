@@ -1,4 +1,4 @@
-"""The chart of collectives in README, from a report of `benchmarks.gfc --output`.
+"""The chart of collectives in README, from a report of `gfgen bench gfc --output`.
 
 python -m benchmarks.gfc_chart REPORT.json CHART.png
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gfc import size_name
+from gfgen.bench.gfc import size_name
 from gfgen.cli.shown.picture import save_figure
 
 if TYPE_CHECKING:

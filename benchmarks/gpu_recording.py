@@ -23,10 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure_forward import ForwardShape, inputs_of
-from benchmarks.measure_gfc import captured_us
 from benchmarks.timing import host_s
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
+from gfgen.gfc.cuda.measure import captured_us
 from gfgen.models.fast import recording as graphs_module
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import fuse

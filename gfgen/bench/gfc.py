@@ -1,20 +1,29 @@
-"""`gfgen bench gfc`: the fastest kernel per message size on this machine's GPUs (gfc/cuda/measure.py)."""
+"""`gfgen bench gfc`: group-free collectives and NCCL on this machine's GPUs (gfgen/gfc/cuda/measure.py)."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.rank_processes import CudaRanks
-from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, TableKey, store_rules
+from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
 from gfgen.system.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
+SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+FUSED = {"Wan2.2-5B 704x1280x81": 18480, "Qwen-Image 512": 1024, "Qwen-Image 1536": 9216}
+NUM_HEADS, HEAD_DIM = 24, 128
 PAIR_SIZES = [KIB << shift for shift in (0, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)]
 CHOICES = [
     KernelChoice("flagged", 32),
@@ -23,7 +32,21 @@ CHOICES = [
     *(KernelChoice("bulk", 132, tile << 10) for tile in (8, 16, 24, 48)),
     *(KernelChoice("bulk", 132, tile << 10, in_turn=True) for tile in (16, 24, 48)),
 ]
+MeasuredRow = dict[str, Any]
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CollectivesReport:
+    facts: dict[str, Any]
+    cells: list[MeasuredRow] = field(default_factory=list)
+    fused: list[MeasuredRow] = field(default_factory=list)
+    groups: list[MeasuredRow] = field(default_factory=list)
+    barriers: list[MeasuredRow] = field(default_factory=list)
+    tuning: list[MeasuredRow] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
@@ -34,31 +57,106 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
         raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")
 
 
-def tune(num_gpus: int) -> Path:
-    """Store the best kernels by message size, for both patterns together, in the table of this device.
-
-    Raises: InputError where there are fewer than two GPUs.
-    """
+def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
+    """All measurements, half a minute on four GPUs. Raises: InputError where there are fewer than two."""
     check_num_gpus(num_gpus, at_least=2)
-    data_bytes = int(2.1 * num_gpus * 4 * max(PAIR_SIZES))
-    ranks = CudaRanks(num_gpus, ArenaPlan(data_bytes=data_bytes, post_bytes=8 * MIB))
-    rules: dict[TableKey, tuple[Rule, ...]] = {}
+    largest = num_gpus * max(SIZES)
+    plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
+    ranks = CudaRanks(num_gpus, plan)
     try:
-        (name,) = ranks.run([0], measure.device_name)
+        bench = _Bench(ranks, num_gpus)
+        report = bench.report
+        if tune:
+            bench.tune()
+            _log.info("tuned")
+        bench.start_nccl()
+        bench.measure_groups()
+        _log.info("measured new groups")
         for degree in range(2, num_gpus + 1):
-            members, rows = tuple(range(degree)), []
-            for pair_bytes in PAIR_SIZES:
-                dispatch = ranks.next_dispatch()
-                times = ranks.run(members, measure.tune_cell, members, dispatch, pair_bytes, CHOICES)
-                rows.append(
-                    [[max(rank[idx][k] for rank in times) for k in range(4)] for idx in range(len(CHOICES))]
-                )
-            for in_arena, columns in ((True, (0, 1)), (False, (2, 3))):
-                rules[degree, in_arena] = _rules(rows, columns)
-            _log.info("tuned %d GPUs", degree)
+            bench.measure_degree(degree)
+            _log.info("measured %d GPUs", degree)
+        return report
     finally:
         ranks.close()
-    return store_rules(name, rules)
+
+
+class _Bench:
+    def __init__(self, ranks: CudaRanks, num_gpus: int) -> None:
+        self.ranks, self.num_gpus = ranks, num_gpus
+        (name,) = ranks.run([0], measure.device_name)
+        (versions,) = ranks.run([0], measure.versions)
+        (copy_rate,) = ranks.run([0], measure.copy_engine, 1, 64 * MIB)
+        self.name = name
+        self.report = CollectivesReport(
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "device": f"{num_gpus} x {name}",
+                "copy_engine_gb_per_s": copy_rate,
+                "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),
+                **versions,
+            }
+        )
+
+    def tune(self) -> None:
+        """Fills the selector: at each message size, what is best for both patterns together."""
+        rules: dict[TableKey, tuple[Rule, ...]] = {}
+        for degree in range(2, self.num_gpus + 1):
+            members = tuple(range(degree))
+            rows = []
+            for pair_bytes in PAIR_SIZES:
+                dispatch = self.ranks.next_dispatch()
+                times = self.ranks.run(members, measure.tune_cell, members, dispatch, pair_bytes, CHOICES)
+                slowest = [
+                    [max(rank[idx][k] for rank in times) for k in range(4)] for idx in range(len(CHOICES))
+                ]
+                rows.append(slowest)
+                row = {"degree": degree, "pair_bytes": pair_bytes, "us": slowest}
+                self.report.tuning.append(row)
+            _log.info("tuned %d GPUs", degree)
+            for in_arena, columns in ((True, (0, 1)), (False, (2, 3))):
+                rules[degree, in_arena] = _rules(rows, columns)
+        path = store_rules(self.name, rules)
+        self.report.facts["selector"] = path.name
+        self.ranks.run(range(self.num_gpus), measure.use_rules, Selector(rules, has_bulk=True))
+
+    def start_nccl(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            self.ranks.run(range(self.num_gpus), measure.init_nccl, self.num_gpus, store)
+            for degree in range(2, self.num_gpus + 1):
+                members = tuple(range(degree))
+                costs = self.ranks.run(range(self.num_gpus), measure.new_nccl_group, members)
+                self.report.groups.append({"degree": degree, "nccl": _slowest(costs)})
+
+    def measure_groups(self) -> None:
+        for row in self.report.groups:
+            subsets = list(itertools.permutations(range(self.num_gpus), row["degree"]))
+            chosen = list(itertools.islice(itertools.cycle(subsets), 240))
+            first = self.ranks.next_dispatch(len(chosen))
+            dispatches = list(zip(chosen, range(first, first + len(chosen)), strict=True))
+            row["ours"] = _slowest(self.ranks.run(range(self.num_gpus), measure.group_cost, dispatches))
+
+    def measure_degree(self, degree: int) -> None:
+        members = tuple(range(degree))
+
+        def run(program: Any, *arguments: Any) -> MeasuredRow:
+            dispatch = self.ranks.next_dispatch()
+            return _slowest(self.ranks.run(members, program, members, dispatch, *arguments))
+
+        for pattern, size in itertools.product(measure.PATTERNS, SIZES):
+            times = run(measure.cell, pattern, size)
+            self.report.cells.append({"pattern": pattern, "degree": degree, "bytes": size, **times})
+        self.report.barriers.append({"degree": degree, **run(measure.barrier_cell)})
+        for model, tokens in FUSED.items():
+            if tokens % degree == 0:  # NCCL's equal all-to-all takes nothing else
+                times = run(measure.fused_cell, tokens, NUM_HEADS, HEAD_DIM)
+                self.report.fused.append({"model": model, "degree": degree, "tokens": tokens, **times})
+
+
+def _slowest(found: Sequence[dict[str, float]]) -> MeasuredRow:
+    """By key, the largest over the ranks that took part; for checks, the smallest."""
+    found = [times for times in found if times]
+    return {key: (min if key == "is_equal" else max)(times[key] for times in found) for key in found[0]}
 
 
 def _rules(rows: Sequence[Sequence[Sequence[float]]], columns: tuple[int, int]) -> tuple[Rule, ...]:
@@ -83,3 +181,85 @@ def _rules(rows: Sequence[Sequence[Sequence[float]]], columns: tuple[int, int]) 
             rules.pop()
         rules.append(Rule(up_to, choice))
     return tuple(rules)
+
+
+def markdown(report: CollectivesReport, command: str) -> str:
+    return "\n".join(_lines(report, command)) + "\n"
+
+
+def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
+    facts = report.facts
+    yield f"# Group-free collectives, {facts['date']}\n"
+    yield (
+        f"{facts['device']}, driver for CUDA {facts['driver_cuda']}, PyTorch {facts['torch']}, NCCL "
+        f"{facts['nccl']} (NCCL_NVLS_ENABLE={facts['nccl_nvls']}); command: `{command}`\n"
+    )
+    yield (
+        "Microseconds per call, medians, the slowest rank; one run. Bytes are each rank's whole input. "
+        "graph: 20 calls (5 from 16 MB on) in one CUDA graph. arena: the result stays where peers wrote "
+        "it, which is what attention reads; fresh: copied out, as NCCL's result is. x: NCCL's time over "
+        "ours, both in graphs. GB/s: what one rank sends to others, in the arena; % of the copy engine's "
+        f"{facts['copy_engine_gb_per_s']:.0f} GB/s to one peer.\n"
+    )
+    for pattern in measure.PATTERNS:
+        for degree in sorted({row["degree"] for row in report.cells}):
+            yield f"## {pattern.replace('_', '-')}, {counted(degree, 'GPU')}\n"
+            yield (
+                "| bytes | NCCL eager | NCCL graph | eager, fresh | graph, fresh | eager, arena | "
+                "graph, arena | x fresh | x arena | GB/s | % copy engine | host us | NCCL host us | "
+                "same bytes |"
+            )
+            yield "|---" * 14 + "|"
+            for row in report.cells:
+                if (row["pattern"], row["degree"]) == (pattern, degree):
+                    yield _cell_line(row, facts["copy_engine_gb_per_s"])
+            yield ""
+    yield "## Attention's exchange, there and back (q, k, v in one launch, bf16, 24 heads of 128)\n"
+    yield "NCCL: four all-to-alls with the contiguous permutes that diffusers issues.\n"
+    yield (
+        "| model | tokens | GPUs | NCCL eager | NCCL graph | ours eager | ours graph | there only | x | "
+        "same bytes |"
+    )
+    yield "|---" * 10 + "|"
+    for row in report.fused:
+        yield (
+            f"| {row['model']} | {row['tokens']} | {row['degree']} | {row['nccl_eager']:.1f} | "
+            f"{row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | {row['ours_graph']:.1f} | "
+            f"{row['ours_there_graph']:.1f} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
+            f"{'yes' if row['is_equal'] else 'NO'} |"
+        )
+    yield "\n## A new group\n"
+    yield (
+        "| GPUs | ours, made, host us | with its entry barrier enqueued, host us | entered by all, us | "
+        "ours, MB | NCCL new_group ms | first collective ms | MB |"
+    )
+    yield "|---" * 8 + "|"
+    for row in report.groups:
+        ours, nccl = row["ours"], row["nccl"]
+        yield (
+            f"| {row['degree']} | {ours['made_us']:.1f} | {ours['host_us']:.1f} | {ours['entered_us']:.0f} | "
+            f"{ours['memory_mb']:.0f} | {nccl['new_group_ms']:.1f} | {nccl['first_collective_ms']:.0f} | "
+            f"{nccl['memory_mb']:.0f} |"
+        )
+    yield "\n## Barrier in a graph\n"
+    for row in report.barriers:
+        yield f"- {counted(row['degree'], 'GPU')}: {row['ours_graph']:.2f} us"
+
+
+def _cell_line(row: MeasuredRow, copy_rate: float) -> str:
+    degree, size = row["degree"], row["bytes"]
+    sent = size * (degree - 1) / (degree if row["pattern"] == "all_to_all" else 1)
+    rate = sent / (row["ours_arena_graph"] * 1e-6) / 1e9
+    times = (
+        f"{row['nccl_eager']:.1f} | {row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | "
+        f"{row['ours_graph']:.1f} | {row['ours_arena_eager']:.1f} | {row['ours_arena_graph']:.1f}"
+    )
+    return (
+        f"| {size_name(size)} | {times} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
+        f"{row['nccl_graph'] / row['ours_arena_graph']:.2f} | {rate:.0f} | {100 * rate / copy_rate:.0f} | "
+        f"{row['ours_host']:.1f} | {row['nccl_host']:.1f} | {'yes' if row['is_equal'] else 'NO'} |"
+    )
+
+
+def size_name(size: int) -> str:
+    return f"{size // MIB} MB" if size >= MIB else f"{size // KIB} KB"

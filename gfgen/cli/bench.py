@@ -51,13 +51,25 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
-@click.option("--tune", is_flag=True, expose_value=False, hidden=True)
-def gfc(*, gpus: int | None) -> None:
-    """Find and store the fastest kernel per message size for the GPUs of this machine."""
-    from gfgen.bench.gfc import tune
+@click.option(
+    "--tune", is_flag=True, help="First find and store the fastest kernel per size for this device."
+)
+@click.option("--output", type=opt.NamedPath(), help="Folder for .json and .md.")
+def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
+    """Group-free collectives compared with NCCL on the GPUs of this machine."""
+    from gfgen.bench import gfc as collectives
     from gfgen.gfc.cuda.driver import driver
 
-    click.echo(f"wrote {tune(driver().num_devices if gpus is None else gpus)}")
+    num_gpus = driver().num_devices if gpus is None else gpus
+    report = collectives.measure_collectives(num_gpus=num_gpus, tune=tune)
+    command = f"gfgen bench gfc --gpus {num_gpus}" + (" --tune" if tune else "")
+    text = collectives.markdown(report, command)
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{report.facts['date']}-gfc"
+        (output / f"{stem}.json").write_text(report.as_json())
+        (output / f"{stem}.md").write_text(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

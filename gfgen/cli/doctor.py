@@ -159,7 +159,7 @@ def _caches() -> Iterator[str]:
         yield f"kernels for {', '.join(architectures)}: {ready} (`gfgen cache fill` compiles the others)"
     tables = [path.name for path in own_caches()["tables"].paths]
     example = _short(table_path("name"))
-    yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc` writes {example})'}"
+    yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
     hub = hub_dir()
     free = free_bytes(hub) / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
@@ -302,7 +302,7 @@ _PATTERNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "profiles": ("measured task times", ("profiles/*.json", "profiles/.*.part")),
     "kernels": ("compiled exchanges between GPUs", ("kernels/*.cubin", "kernels/tmp*", "kernels/*.lock")),
     "inductor": ("compiled blocks (`--compile`)", ("inductor",)),
-    "tables": ("choices of `gfgen bench gfc`", ("gfc-*.json",)),
+    "tables": ("choices of `gfgen bench gfc --tune`", ("gfc-*.json",)),
     "tiny-models": ("built-in models for tests", ("tiny-*",)),
     "single-files": ("links to files of weights", ("single-files",)),
     "calls": ("which calls pipelines refuse, and what they read of texts", ("calls/*.json", "calls/.*.part")),

@@ -1,6 +1,6 @@
 """Which kernel moves an exchange, and with how many blocks, by size.
 
-`gfgen bench gfc` writes a table per device; without one the shipped table applies. All ranks of a
+`gfgen bench gfc --tune` writes a table per device; without one the shipped table applies. All ranks of a
 run must choose alike, also a rank that restarts after the table was tuned again. So the process that starts
 the ranks reads the tables once, for all of them.
 """
