@@ -25,7 +25,6 @@ from diffusers import ContextParallelConfig
 
 from benchmarks import generic
 from benchmarks.measure_forward import NUM_DISPATCHES, REPEATS, WARM_UPS, groups_of, timed_ms
-from benchmarks.stock_pipeline import join_group
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -34,6 +33,7 @@ from gfgen.models.fast import compiled, recording
 from gfgen.models.fast.evaluation import evaluate_call
 from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.fast.recording import Graphs
+from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.branches import evaluate_itself, shared_step, watch
 from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.runtime.ipc.arenas import GPU_PLAN

@@ -20,7 +20,6 @@ from diffusers import ContextParallelConfig
 from torch import Tensor
 
 from benchmarks.measured import MeasuredShape
-from benchmarks.stock_pipeline import join_group
 from benchmarks.timing import device_ms
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
@@ -32,6 +31,7 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.texts import common_length, is_padded, with_texts
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
+from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import present_degrees

@@ -319,6 +319,7 @@ def test_options_of_the_other_commands():
         "--model",
         "--no-graphs",
         "--output",
+        "--outside",
         "--policy",
         "--profile",
         "--random-weights",

@@ -33,6 +33,7 @@ class PolicyRun:
     """Why the policy was replaced during the run."""
     error: str | None = None
     """Why it cannot run this workload, for example because jobs wait forever."""
+    note: str | None = None
 
 
 def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> PolicyRun:
@@ -77,6 +78,7 @@ class PolicyComparison:
         self.scores.append(score(run.policy, run.outcomes, slack_s=self.slack_s, replaced_by=replaced_by))
         if run.fault is not None:
             self.notes.append(f"{run.policy} failed too often ({run.fault}): {FALLBACK} took over")
+        self.notes += [] if run.note is None else [run.note]
         self.notes += _reused(run)
         self.notes += _starved(run)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import click
 
 from gfgen import log
 from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
+from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
 from gfgen.cli import options as opt
-from gfgen.cli.compare_runs import Predicted, jobs_with, load_compared, on_workers, predicted, simulated
+from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
@@ -34,11 +35,25 @@ JSON_NAME = "compare.json"
 
 
 class _BenchGroup(click.Group):
-    """Reads `bench --compare POLICY` as `bench compare --compare POLICY`."""
+    """Reads `bench --compare POLICY` as `bench compare --against POLICY`; each further --compare adds one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        is_short = bool(args) and args[0].partition("=")[0] == "--compare"
-        return super().parse_args(ctx, ["compare", *args] if is_short else args)
+        if args and args[0].partition("=")[0] == "--compare":
+            args = ["compare", *_spelled_out(args)]
+        return super().parse_args(ctx, args)
+
+
+def _spelled_out(args: Sequence[str]) -> Iterator[str]:
+    is_first, rest = True, iter(args)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        if option != "--compare":
+            yield word
+            continue
+        text = text if equals else next(rest, "")
+        yield "--against" if is_first else "--outside" if is_stock(text) else "--policy"
+        yield from [text] if text else []
+        is_first = False
 
 
 @click.group(cls=_BenchGroup)
@@ -143,13 +158,7 @@ def workload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    against: tuple[str, ...] = opt.option(
-        "Policy that the ratios compare with; further ones are only run.",
-        "--against",
-        "--compare",
-        multiple=True,
-        default=("legacy",),
-    )
+    against: str = opt.option("Policy that the ratios compare with.", default="legacy")
     policies: tuple[str, ...] = opt.option(
         "Policy to run: NAME[,option=value...][,reuse=VALUE], the last for the field reuse of all jobs. "
         "Repeatable. [single-rank replicas and every policy]",
@@ -159,6 +168,11 @@ class Arguments:
     name: Name = opt.option("Kind of workload.", "--workload", type=click.Choice(WORKLOADS), default="short")
     model: str | None = opt.option(
         f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]"
+    )
+    outside: tuple[str, ...] = opt.option(
+        "Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
+        multiple=True,
+        metavar=NAME,
     )
     earlier: tuple[Path, ...] = opt.option(
         "A compare.json of the same workload, whose runs are included and not repeated.",
@@ -189,86 +203,57 @@ class Arguments:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What runs of a comparison have in common."""
-
-    given: Arguments
-    ranks: Ranks | None
-    """None: simulated."""
-    model: str
-    options: WorkloadOptions
-
-    @classmethod
-    def of(cls, given: Arguments) -> Setting:
-        ranks = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)
-        model = given.model or (SIMULATED_MODEL if ranks is None or ranks.are_on_gpus else REAL_MODEL)
-        mix_of(model)
-        options = given.workload.options(
-            num_jobs=SIMULATED_JOBS if ranks is None else REAL_JOBS,
-            num_ranks=given.ranks.ranks or SIMULATED_RANKS if ranks is None else ranks.num_ranks,
-        )
-        return cls(given, ranks, model, options)
-
-    @property
-    def slack_s(self) -> float:
-        return mix_of(self.model).slack_s if self.given.slack is None else self.given.slack
-
-    @property
-    def predicted(self) -> Predicted:
-        return predicted(self.given.name, self.model, self.options, self.given.workload.profile_path)
-
-    def make_folder(self) -> None:
-        try:
-            self.given.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--output {self.given.output}: cannot be made ({error.strerror})") from None
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        asked, options = self.given.workload, self.options
-        steps = asked.steps or mix_of(self.model).steps
-        return {
-            "workload": f"{self.given.name}, {self.model}, load {asked.load:g} of {options.num_ranks} ranks, "
-            f"{options.num_jobs} jobs of {steps} steps, seed {asked.seed}",
-            "simulated": self.ranks is None,
-            "where": "simulated" if self.ranks is None else f"on {self.ranks.description}",
-            "options": [] if self.ranks is None else list(self.ranks.words),
-            "profile": None if asked.profile_path is None else load_profile(asked.profile_path).hash,
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "deadlines_from": asked.deadlines_from,
-        }
-
-
 @bench.command()
 @opt.takes(given=Arguments)
 def compare(given: Arguments) -> int:
     """Run one workload under a baseline and other policies, and compare: table, chart, raw numbers.
 
-    Runs on the GPUs or CPU ranks of this machine, or in virtual time with --simulate. A failed job counts as
-    a missed deadline; latencies are those of completed jobs. If a policy cannot run the workload, the table
-    says so and the exit code is 1. Ctrl-C keeps finished runs.
+    Runs on the GPUs or CPU ranks of this machine, or in virtual time with --simulate. `--compare diffusers`
+    adds the stock pipeline. A failed job counts as a missed deadline; latencies are those of completed jobs.
+    If a policy cannot run the workload, the table says so and the exit code is 1. Ctrl-C keeps finished runs.
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    baseline, *others = given.against
-    texts = tuple(dict.fromkeys([baseline, *([*others, *given.policies] or COMPARED)]))
-    found = Setting.of(given)
-    name, output, model, ranked, options = given.name, given.output, found.model, found.ranks, found.options
-    for text in texts:
-        _, varied = load_compared(text)
-        jobs_with(calibration_jobs(model, steps=options.steps), varied, weightless_model(model))
-    found.make_folder()
-    conditions = found.conditions
-    comparison = PolicyComparison(texts, baseline=baseline, slack_s=found.slack_s)
+    asked, name, output = given.workload, given.name, given.output
+    ranked = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)
+    is_large = ranked is None or ranked.are_on_gpus
+    model = given.model or (SIMULATED_MODEL if is_large else REAL_MODEL)
+    mix = mix_of(model)
+    texts = list(dict.fromkeys([given.against, *(given.policies or COMPARED), *given.outside]))
+    _check_policies(texts, ranked, model, steps=asked.steps)
+    options = asked.options(
+        num_jobs=SIMULATED_JOBS if ranked is None else REAL_JOBS,
+        num_ranks=given.ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
+    conditions = {
+        "workload": f"{name}, {model}, load {asked.load:g} of {options.num_ranks} ranks, {options.num_jobs} "
+        f"jobs of {asked.steps or mix.steps} steps, seed {asked.seed}",
+        "simulated": ranked is None,
+        "where": "simulated" if ranked is None else f"on {ranked.description}",
+        "options": [] if ranked is None else list(ranked.words),
+        "profile": None if asked.profile_path is None else load_profile(asked.profile_path).hash,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "deadlines_from": asked.deadlines_from,
+    }
+    slack_s = mix.slack_s if given.slack is None else given.slack
+    comparison = PolicyComparison(tuple(texts), baseline=given.against, slack_s=slack_s)
     for path in given.earlier:
         _take_in(path, comparison, conditions)
     todo = comparison.not_run
+    if ranked is None and any(map(is_stock, todo)):
+        raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
+    known = None
+    if ranked is None or asked.profile_path:
+        known = predicted(name, model, options, asked.profile_path)
     if ranked is None:
-        runs = simulated(todo, found.predicted, num_ranks=options.num_ranks)
+        assert known is not None
+        runs = simulated(todo, known, num_ranks=options.num_ranks)
     else:
-        known = found.predicted if given.workload.profile_path else None
         runs = on_workers(todo, name, model, options, output, ranked, known)
     click.echo(f"{conditions['workload']}, {conditions['where']}")
     try:
@@ -281,6 +266,17 @@ def compare(given: Arguments) -> int:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
     return 1 if comparison.failures else 0
+
+
+def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, steps: int | None) -> None:
+    if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
+        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
+    for text in texts:
+        if is_stock(text):
+            stock_options(text, num_ranks=None if ranked is None else ranked.num_ranks)
+        else:
+            _, varied = load_compared(text)
+            jobs_with(calibration_jobs(model, steps=steps), varied, weightless_model(model))
 
 
 def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The runs of `gfgen bench compare`: policies in virtual time or on workers."""
+"""The runs of `gfgen bench compare`: policies in virtual time or on workers, and stock diffusers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
+
 from gfgen.bench.policy_comparison import PolicyRun, attempt
+from gfgen.bench.stock import is_stock, run_stock, stock_options
+from gfgen.bench.stock_worker import StockRanks
 from gfgen.bench.workloads import (
     Name,
     StandAlone,
@@ -24,7 +28,7 @@ from gfgen.bench.workloads import (
 )
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import FailureProgress
-from gfgen.errors import InputError, InterruptedRunError, PolicyError
+from gfgen.errors import InputError, InterruptedRunError, PolicyError, WorkerError
 from gfgen.job.fields import FIELDS, Refused
 from gfgen.job.shared import number_of
 from gfgen.job.spec import JobSpec
@@ -97,24 +101,53 @@ def on_workers(
     ranks: Ranks,
     workload: Predicted | None,
 ) -> Iterator[PolicyRun]:
-    """All policies on one pool; without a profile, the times of the classes are measured first."""
-    if not texts:
-        return
+    """All policies on one pool, then stock diffusers; without a profile, classes are measured first."""
     found = ranks.admission(model).models.find(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
-    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-        auto = load_policy("auto")
-        asked = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=auto, model=model)
-        with Session(asked) as session:
+    auto, policies = load_policy("auto"), [text for text in texts if not is_stock(text)]
+    specs: Sequence[JobSpec] = ()
+    profile: Profile | None = None
+    if workload is not None:
+        specs, profile = workload.specs, workload.profile
+    if policies or not specs:
+        with (
+            tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder,
+            Session(
+                SessionOptions(output_dir=Path(folder), ranks=ranks, policy=auto, model=model)
+            ) as session,
+        ):
             session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
-            bench = _StartedWorkers(found, model, session, None if workload is None else workload.profile)
-            if workload is not None:
-                specs = workload.specs
+            bench = _StartedWorkers(found, model, session, profile)
+            if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
                 specs = make_workload(name, model, bench.measured_times(options), options)
-            for text in texts:
+            for text in policies:
                 yield attempt(text, partial(bench.run, text, specs))
+    stock_ranks = StockRanks(
+        found.checkpoint,
+        ranks.num_ranks,
+        ranks.devices.kind,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    )
+    for text in filter(is_stock, texts):
+        yield _outside(text, admitted(specs, found), stock_ranks, output)
+
+
+def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path) -> PolicyRun:
+    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+        try:
+            outcomes, way = run_stock(
+                jobs,
+                stock_options(text),
+                ranks,
+                folder=Path(folder),
+                tell=lambda line: click.echo(line, err=True),
+            )
+        except WorkerError as error:
+            return PolicyRun(text, error=str(error))
+    return PolicyRun(text, outcomes, note=f"{text}: {way}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,6 +326,8 @@ def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["compare", "--profile", "x.json"], "--profile x.json: No such file"),
+        (["compare", "--simulate", "--outside", "diffusers"], "diffusers: cannot be simulated, because it"),
+        (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is not an option of diffusers"),
         (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
         (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),
         (["workload", "overnight", "--minutes", "3"], "--minutes"),

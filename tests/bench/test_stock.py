@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from builders import make_job
 
-from benchmarks import stock, stock_worker
-from benchmarks.stock import StockOptions, stock_options
-from benchmarks.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob
+from gfgen.bench import stock, stock_worker
+from gfgen.bench.stock import StockOptions, is_stock, stock_options
+from gfgen.bench.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob
+from gfgen.cli.bench import _spelled_out
 from gfgen.errors import PolicyError, WorkerError
 
 STEP_S = 0.02
@@ -150,9 +151,7 @@ def test_the_largest_degree_that_is_accepted_is_taken(monkeypatch, most, text, w
     )
     monkeypatch.setattr(stock, "_refusal", lambda _, group, **__: picky.refusal(group))
     ranks = stock_worker.StockRanks(Path("."), 4, "cpu")
-    with stock._accepted_groups(
-        [make_job("a")], stock_options(text, num_ranks=4), ranks, lambda line: None
-    ) as found:
+    with stock._accepted_groups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
         assert found[1] == way
     assert picky.started == started
 
@@ -166,14 +165,15 @@ def test_prompts_are_tried_one_by_one_where_ranks_share_them():
 
 
 def test_options_are_read_and_others_refused():
-    assert stock_options("diffusers,degree=2,uneven=true,compiled=true", num_ranks=2) == StockOptions(
+    assert is_stock("diffusers")
+    assert is_stock("diffusers,degree=2")
+    assert not is_stock("srtf")
+    assert stock_options("diffusers,degree=2,uneven=true,compiled=true") == StockOptions(
         "diffusers,degree=2,uneven=true,compiled=true", 2, True, True
     )
     for text in ("diffusers,degree=0", "diffusers,uneven=maybe", "diffusers,ring=2"):
         with pytest.raises(PolicyError, match="is not an option of diffusers"):
-            stock_options(text, num_ranks=2)
-    with pytest.raises(PolicyError, match="srtf: diffusers"):
-        stock_options("srtf", num_ranks=2)
+            stock_options(text)
 
 
 def test_a_group_of_more_ranks_than_there_are_is_refused():
@@ -222,6 +222,21 @@ def test_ranks_leave_an_interrupt_to_their_parent_and_end_without_a_word(monkeyp
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIG_IGN]
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["--compare", "legacy"], ["--against", "legacy"]),
+        (["--compare=legacy", "--ranks", "4"], ["--against", "legacy", "--ranks", "4"]),
+        (
+            ["--compare", "legacy", "--compare", "diffusers,degree=2", "--compare", "srtf"],
+            ["--against", "legacy", "--outside", "diffusers,degree=2", "--policy", "srtf"],
+        ),
+    ],
+)
+def test_what_else_is_compared_comes_as_the_same_option(words, read):
+    assert list(_spelled_out(words)) == read
 
 
 class Answering:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.stock_pipeline import StockPipeline
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
+from gfgen.models.loading.stock_pipeline import StockPipeline
 
 torch.set_num_threads(1)
 JOBS = {

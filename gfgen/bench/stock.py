@@ -1,10 +1,4 @@
-"""Run a workload of `gfgen bench compare` on stock diffusers, first come first served.
-
-    python -m benchmarks.stock diffusers diffusers,degree=1 --profile h200.json ... --output OUT/stock
-    gfgen bench compare --profile h200.json ... --with OUT/stock/compare.json
-
-Both take the same options for the workload and the ranks. A row is
-diffusers[,degree=N][,uneven=true][,compiled=true].
+"""Run a workload on stock diffusers, first come first served.
 
 The devices are divided into groups of processes. A group uses diffusers' own context parallelism, at the
 largest degree that it accepts for every kind of job. The next job by arrival goes to the first free group.
@@ -26,9 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import click
-
-from benchmarks.stock_worker import (
+from gfgen.bench.stock_worker import (
     FileWritten,
     JobMade,
     MakeJob,
@@ -38,11 +30,7 @@ from benchmarks.stock_worker import (
     TryJob,
     serve,
 )
-from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun
-from gfgen.bench.workloads import admitted
-from gfgen.cli import bench
-from gfgen.cli import options as opt
-from gfgen.errors import InputError, PolicyError, WorkerError
+from gfgen.errors import PolicyError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.system.wording import counted
@@ -66,13 +54,14 @@ class StockOptions:
     is_compiled: bool = False
 
 
-def stock_options(text: str, *, num_ranks: int) -> StockOptions:
+def is_stock(text: str) -> bool:
+    return text.partition(",")[0].strip() == NAME
+
+
+def stock_options(text: str, *, num_ranks: int | None = None) -> StockOptions:
     """Parse the options. Raises PolicyError for unknown ones, and for groups of more than `num_ranks`."""
-    name, *assignments = text.split(",")
-    if name.strip() != NAME:
-        raise PolicyError(f"{text}: {NAME}[,option=value...] is accepted")
     found = StockOptions(text)
-    for assignment in assignments:
+    for assignment in text.split(",")[1:]:
         name, _, value = assignment.strip().partition("=")
         if name == "degree" and value.isascii() and value.isdigit() and int(value) > 0:
             found = replace(found, degree=int(value))
@@ -85,7 +74,7 @@ def stock_options(text: str, *, num_ranks: int) -> StockOptions:
                 f"{text}: {assignment.strip()!r} is not an option of {NAME}; it has degree=N, "
                 "uneven=true and compiled=true"
             )
-    if (found.degree or 1) > num_ranks:
+    if num_ranks is not None and (found.degree or 1) > num_ranks:
         raise PolicyError(f"{text}: the largest degree on {counted(num_ranks, 'rank')} is {num_ranks}")
     return found
 
@@ -360,43 +349,3 @@ class _Service:
                 error=error,
             )
         )
-
-
-@click.command()
-@click.argument("texts", metavar="[ROW]...", nargs=-1)
-@opt.takes(given=opt.group(bench.Arguments, without=("against", "policies", "earlier", "is_simulated")))
-def main(texts: tuple[str, ...], *, given: bench.Arguments) -> None:
-    """Run a workload on stock diffusers, and write its compare.json."""
-    texts, setting = texts or (NAME,), bench.Setting.of(given)
-    ranks = setting.ranks
-    assert ranks is not None
-    if ranks.devices.ranks_per_gpu > 1:
-        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
-    if given.workload.profile_path is None:
-        raise InputError("--profile: name the one from which the other rows get their arrivals")
-    rows = [stock_options(text, num_ranks=ranks.num_ranks) for text in texts]
-    setting.make_folder()
-    found = ranks.admission(setting.model).models.find(setting.model)
-    jobs = admitted(setting.predicted.specs, found)
-    stock_ranks = StockRanks(
-        found.checkpoint,
-        ranks.num_ranks,
-        ranks.devices.kind,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-    )
-    comparison = PolicyComparison(texts, baseline=texts[0], slack_s=setting.slack_s)
-    for row in rows:
-        with tempfile.TemporaryDirectory(prefix="files-", dir=given.output) as folder:
-            try:
-                outcomes, way = run_stock(jobs, row, stock_ranks, folder=Path(folder), tell=click.echo)
-                comparison.add(PolicyRun(row.text, outcomes))
-                comparison.notes.append(f"{row.text}: {way}")
-            except WorkerError as error:
-                comparison.add(PolicyRun(row.text, error=str(error)))
-        (given.output / bench.JSON_NAME).write_text(comparison.as_json(setting.conditions))
-    click.echo("\n".join([*comparison.table(), *comparison.remarks()]))
-
-
-if __name__ == "__main__":
-    main()

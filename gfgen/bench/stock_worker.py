@@ -109,7 +109,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
 def _pipeline(settings: StockSettings) -> Any:
     import torch
 
-    from benchmarks.stock_pipeline import StockPipeline, join_group
+    from gfgen.models.loading.stock_pipeline import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
     ranks = settings.ranks
