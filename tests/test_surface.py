@@ -309,7 +309,6 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("bench", "compare")) == [
         "--against",
-        "--compare",
         "--deadlines-from",
         "--device",
         "--gpus",
