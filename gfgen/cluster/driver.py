@@ -36,7 +36,7 @@ from gfgen.runtime.core.events import Event, PolicyChanged, PriorityChanged
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.ipc.messages import MemoryUse, RankTimes
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.runtime.predict.cost_table import Estimate, Provenance
 from gfgen.runtime.predict.profile_file import Profile
@@ -183,7 +183,7 @@ class ClusterBackend:
             yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
             return
         (lane,) = dispatch.layout.ranks
-        times = events.RankTimes(lane, now_s - outcome.busy_s, now_s)
+        times = RankTimes(lane, now_s - outcome.busy_s, now_s)
         yield events.TaskDone(now_s, dispatch.number, (times,))
         try:
             if outcome.status == "failed":

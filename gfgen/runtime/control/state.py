@@ -29,6 +29,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.predict.cost import CostModel, JobCosts
 from gfgen.snapshot import Decision, Snapshot
@@ -296,7 +297,7 @@ class State:
         return self._settle(record)
 
     def _land(
-        self, event: events.TaskDone | events.TaskFailed, times: Sequence[events.RankTimes] = ()
+        self, event: events.TaskDone | events.TaskFailed, times: Sequence[RankTimes] = ()
     ) -> tuple[Flight, JobRecord]:
         """The flight that ends by this event, and its job; neither the job nor its ranks have it any more."""
         flight = self.flights.pop(event.dispatch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gfgen.runtime.ipc.content import NamedContent
+from gfgen.runtime.ipc.messages import RankTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +61,6 @@ class RankLost(Event):
     incarnation: int
     reason: str
     is_retired: bool = False
-
-
-class RankTimes(NamedTuple):
-    """When one rank ran its part of a dispatch; a tuple, so that the journal writes it as a list."""
-
-    rank: int
-    started_s: float
-    ended_s: float
-    """The rank executes nothing else from `started_s` until then."""
-    waited_s: float = 0.0
-    """Wait for the task's input, before `started_s`."""
-    moved_s: float = 0.0
-    """Copy of the input, before `started_s`."""
-    idle_s: float | None = None
-    """From the end of the rank's last task to `started_s`, by the GPU's clock."""
-    peak_bytes: int | None = None
-    """Peak of torch's memory on its GPU."""
-    is_first_use: bool = False
-    """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which the rank recorded graphs for it."""
-
-    @property
-    def busy_s(self) -> float:
-        return self.ended_s - self.started_s
 
 
 @dataclass(frozen=True, slots=True)

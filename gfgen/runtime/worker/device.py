@@ -132,8 +132,8 @@ class Device:
         number = 1 if are_separate(self.adapters, works) else len(works)
         is_first_use = self.note_used({(*task_kind(each, self._rank), number) for each in works})
         for work in works:
-            work.total, work.is_first_use = jobs.sum_of(work.made), is_first_use
-            work.waited_s += started_s - arrived_s
+            work.total = jobs.sum_of(work.made)
+            work.note(is_first_use=is_first_use, waited_s=work.times.waited_s + started_s - arrived_s)
         share_time(works, started_s, time.monotonic())
 
     def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
@@ -197,7 +197,7 @@ def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> N
     """Each step of a batch gets an equal part of its time, in turn."""
     share_s = (ended_s - started_s) / len(works)
     for place, work in enumerate(works):
-        work.started_s, work.ended_s = started_s + place * share_s, started_s + (place + 1) * share_s
+        work.note(started_s=started_s + place * share_s, ended_s=started_s + (place + 1) * share_s)
 
 
 def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:

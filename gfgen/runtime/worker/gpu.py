@@ -308,9 +308,13 @@ class GpuDevice(Device):
         launch, is_there = _Launch(good, begun, entered, outcome, arrival), self.event()
         is_first_use = self.note_used(kinds - patch_kinds(work)) or prepared_s > 0
         for each in works:
-            each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)
-            each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
-            each.waited_s += ready_s - arrived_s
+            each.launch, each.is_there = launch, is_there
+            each.note(
+                waited_s=each.times.waited_s + ready_s - arrived_s,
+                peak_bytes=self._memory.last_peak_bytes,
+                is_first_use=is_first_use,
+                prepared_s=prepared_s / len(works),
+            )
 
     def _read_later(self, total: torch.Tensor | None) -> torch.Tensor | None:
         """Copy a sum to where the watcher reads it."""
@@ -358,12 +362,13 @@ class GpuDevice(Device):
             raise InputVoidError
         if launch.outcome is not None:
             launch.outcome.require()
-        work.waited_s += launch.begun.elapsed_time(launch.entered) / 1e3
+        waited_s, moved_s = work.times.waited_s, work.times.moved_s
+        waited_s += launch.begun.elapsed_time(launch.entered) / 1e3
         if launch.arrival is not None:
-            work.moved_s += launch.arrival[0].elapsed_time(launch.arrival[1]) / 1e3
-        work.idle_s = None if last_end is None else last_end.elapsed_time(launch.entered) / 1e3
-        if work is not launch.works[0]:
-            work.idle_s = 0.0
+            moved_s += launch.arrival[0].elapsed_time(launch.arrival[1]) / 1e3
+        idle_s = None if last_end is None else last_end.elapsed_time(launch.entered) / 1e3
+        idle_s = idle_s if work is launch.works[0] else 0.0
+        work.note(waited_s=waited_s, moved_s=moved_s, idle_s=idle_s)
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event that is recorded, on the stream of tasks unless another is given."""
