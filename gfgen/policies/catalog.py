@@ -115,26 +115,15 @@ def _import_file(path: Path) -> Any:
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Check that the function can be called with a snapshot alone and that its options can be set."""
     accepted = "a function policy(snapshot, *, option: int = 1) is accepted"
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "asynchronous"
         raise PolicyError(f"--policy {name}: it is {kind}; {accepted}")
     try:
-        parameters = _signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise PolicyError(f"--policy {name}: its parameters are unknown; {accepted}") from None
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise PolicyError(f"--policy {name}: it takes no snapshot; {accepted}")
-    if len(positional) > 1:
-        raise PolicyError(
-            f"--policy {name}: {positional[1].name!r} is a second positional parameter; {accepted}, "
-            "with options after the *"
-        )
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            raise PolicyError(f"--policy {name}: its option {parameter.name!r} has no default; {accepted}")
+        _signature(function).bind(None)
+    except (TypeError, ValueError) as error:
+        reason = f"it cannot be called with a snapshot alone ({error})"
+        raise PolicyError(f"--policy {name}: {reason}; {accepted}") from None
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -50,8 +50,8 @@ class _Sharing:
 
     def _of_owner(self, owner: str | None, *, most: int) -> Iterator[Decision]:
         for decision in self._policy(self._seen_by(owner)):
-            job = self._open[owner].get(getattr(getattr(decision, "task", None), "job_id", ""))
-            if job is None or not isinstance(decision, Decision):
+            job = self._open[owner].get(decision.task.job_id)
+            if job is None:
                 yield decision  # not legal, which the state finds
                 continue
             ranks = decision.layout.ranks

@@ -151,9 +151,7 @@ class State:
 
     def holds_back(self, decision: Decision) -> bool:
         """Whether a decode has to wait for files that are under way, or a job for room for its own."""
-        task = decision.task if isinstance(decision, Decision) else None
-        if not isinstance(task, Task):
-            return False
+        task = decision.task
         if task.index == 0 and (record := self.jobs.records.get(task.job_id)) is not None:
             return record.file_bytes > self.closing.room.left_bytes
         if task.stage is not Stage.DECODE:
