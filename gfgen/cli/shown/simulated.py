@@ -221,5 +221,5 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
     "latency, P95": lambda summary: _latency("p95_s", summary.latency),
     "latency, P99": lambda summary: _latency("p99_s", summary.latency),
     "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
-    "moving state": lambda summary: f"{in_words(sum(summary.moved_s))} {summary.moved_share:.1%}",
+    "moving state": lambda summary: f"{in_words(summary.moved_s)} {summary.moved_share:.1%}",
 }
