@@ -314,7 +314,7 @@ class Control:
         for job_id, (next_index, producer) in stopped.items():
             if job_id not in self._saved:
                 self._saved.add(job_id)
-                given_up = self.state.jobs.records[job_id].usage.given_up
+                given_up = self.state.jobs.records[job_id].given_up
                 self.backend.save(job_id, next_index=next_index, producer=producer, given_up=given_up)
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:

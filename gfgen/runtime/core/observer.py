@@ -61,9 +61,12 @@ class JobInfo:
         return f"the model made {width}x{height} with {frames} frames, not {wanted}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobOutcome:
-    """How a job ended. Times are seconds since the start of the run, or 0 if it never was part of it."""
+    """How a job ended; its record collects this while it runs.
+
+    Times are seconds since the start of the run, or 0 if it never was part of it.
+    """
 
     info: JobInfo
     status: OutcomeStatus
