@@ -32,16 +32,6 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run the rest of a job."""
-
-    num_approximate: int
-    """Steps that it gives up: its loss."""
-    remaining_s: float
-    """As that of the job."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobView:
     """One unfinished job that has arrived."""
 
@@ -92,12 +82,6 @@ class JobView:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "due_s", self.deadline_s - self.write_s)
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        """What the rest may be: computed in full, or with up to all approximable steps approximate."""
-        each_s = self.saving_s / max(1, self.num_approximable)
-        return tuple(Option(n, self.remaining_s - n * each_s) for n in range(self.num_approximable + 1))
 
     @property
     def step_degree(self) -> int:

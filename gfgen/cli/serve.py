@@ -42,7 +42,7 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_limits, check_packages, versions, warn_of_unknown_zone
+from gfgen.system.machine import SERVING, check_limits, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -210,7 +210,6 @@ def serve(given: Arguments) -> int:
     context, logs = click.get_current_context(), given.logs
     context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
-    warn_of_unknown_zone()
     keys = _checked_keys(given)
     models = given.models or (DEFAULT_MODEL,)
     for alias, name in given.api.aliases.items():
