@@ -101,7 +101,6 @@ class JobRecord:
     """What ranks did for it, and its files; `end` completes it."""
     given_up: GivenUp = NOTHING_GIVEN_UP
     _last_layout: Layout | None = None
-    _next_task: Task | None = None
     _view: JobView | None = None
     _view_version: int = 0
 
@@ -125,10 +124,7 @@ class JobRecord:
     @property
     def next_task(self) -> Task:
         """The task at `next_index`, which is not past the last one."""
-        task, index = self._next_task, self.progress.next_index
-        if task is None or task.index != index:
-            task = self._next_task = self.job.trajectory.task(index)
-        return task
+        return self.job.trajectory.task(self.progress.next_index)
 
     def needs_patches(self, stage: Stage) -> bool:
         """Whether tasks of this stage need the job's patches, and no others, in the weights."""
@@ -147,11 +143,11 @@ class JobRecord:
 
     def view(self, costs: CostModel) -> JobView:
         """What policies see of it; a new one when that, or the predictions, have changed."""
-        task, view = self.next_task, self._view
-        is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        job, cost_class = self.job, self.cost_class
-        if view is not None and is_same and self._view_version == cost_class.version:
+        progress, view, cost_class, job = self.progress, self._view, self.cost_class, self.job
+        is_known = view is not None and self._view_version == cost_class.version
+        if is_known and view.next_task.index == progress.next_index and view.last_layout is progress.holder:
             return view
+        task = self.next_task
         spec, trajectory, limits = job.info.spec, job.trajectory, job.limits
         num_approximate = trajectory.num_approximate_from(task.index) if trajectory.approximate else 0
         remaining_s = costs.remaining_s(cost_class, task, self.num_tasks, num_approximate=num_approximate)
@@ -171,7 +167,7 @@ class JobRecord:
             next_task=task,
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
-            last_layout=self.progress.holder,
+            last_layout=progress.holder,
             uses_cfg=limits.uses_cfg and len(self.batch) == 1,
             max_sequence_degree=limits.max_sequence_degree if len(self.batch) == 1 else 1,
             shape=cost_class.kind,

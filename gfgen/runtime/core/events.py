@@ -1,4 +1,8 @@
-"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number)."""
+"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number).
+
+The kinds are in the order of simultaneous events: ends first, so that a rank that becomes free can take an
+arriving job.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +21,13 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class JobArrived(Event):
-    job_id: str
-    spec_hash: str = ""
-    seed: int | None = None
-    """Drawn for a job that asks for a random one."""
+class RankLost(Event):
+    """A worker process has died; unless the rank is retired, a new one is starting."""
 
-
-@dataclass(frozen=True, slots=True)
-class JobTimedOut(Event):
-    """A job's timeout has passed: unless the job has ended, its running task is stopped and it fails."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobCancelled(Event):
-    """A job was cancelled: its running task is stopped, and no other task starts."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PriorityChanged(Event):
-    job_id: str
-    priority: int
+    rank: int
+    incarnation: int
+    reason: str
+    is_retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +40,21 @@ class RankReady(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RankLost(Event):
-    """A worker process has died; unless the rank is retired, a new one is starting."""
+class RankLoaded(Event):
+    """A rank holds the models of the last change and takes tasks again."""
 
     rank: int
-    incarnation: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed(Event):
+    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
+
+    dispatch: int
     reason: str
-    is_retired: bool = False
+    void: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +95,20 @@ class TaskDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFailed(Event):
-    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
+class FramesLost(Event):
+    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
 
-    dispatch: int
+    job_id: str
     reason: str
-    void: bool = False
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFailed(Event):
+    """A job's frames could not be encoded or written."""
+
+    job_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +129,44 @@ class OutputWritten(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFailed(Event):
-    """A job's frames could not be encoded or written."""
+class JobTimedOut(Event):
+    """A job's timeout has passed: unless the job has ended, its running task is stopped and it fails."""
 
     job_id: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class FramesLost(Event):
-    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
+class JobCancelled(Event):
+    """A job was cancelled: its running task is stopped, and no other task starts."""
 
     job_id: str
-    reason: str
-    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobArrived(Event):
+    job_id: str
+    spec_hash: str = ""
+    seed: int | None = None
+    """Drawn for a job that asks for a random one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityChanged(Event):
+    job_id: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged(Event):
     policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """No rank can load this one model: ranks no longer hold it, and its jobs fail."""
+
+    models: Sequence[str]
     reason: str
 
 
@@ -161,22 +181,6 @@ class ModelsChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoaded(Event):
-    """A rank holds the models of the last change and takes tasks again."""
-
-    rank: int
-    load_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed(Event):
-    """No rank can load this one model: ranks no longer hold it, and its jobs fail."""
-
-    models: Sequence[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class StopRequested(Event):
     """A signal stops the run at the next task boundaries."""
 
@@ -184,15 +188,15 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ClosingTime(Event):
-    """The closing time has come, or nothing left fits before it."""
-
-
-@dataclass(frozen=True, slots=True)
 class SpaceLeft(Event):
     """What is free on the disk of the output folder, while that may not hold the files of all jobs."""
 
     free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingTime(Event):
+    """The closing time has come, or nothing left fits before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,10 @@ class JobOutcome:
     """The most jobs, this one included, that a step of it was computed with."""
 
     @property
+    def job_id(self) -> str:
+        return self.info.job_id
+
+    @property
     def file_names(self) -> list[str]:
         """Of all its files, from the output folder; the one it would have if there is none."""
         file = self.info.file

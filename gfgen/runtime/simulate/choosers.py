@@ -34,9 +34,6 @@ class ImmediateChooser:
         choice, self._choice = self._choice, None
         return choice
 
-    def close(self) -> None:
-        """No effect: no choice is in progress."""
-
 
 class ThreadedChooser:
     """Chooses in a thread, so that the control loop never waits for it; one choice at a time."""
