@@ -12,6 +12,7 @@ For a GPU without a shipped profile, those of another GPU are scaled by what bot
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -219,13 +220,9 @@ def check_replaceable(path: Path) -> None:
     """Raises: InputError if the file exists and is not a profile of any format, since it would be lost."""
     if not path.is_file():
         return
-    try:
-        text = path.read_text()
-        content = json.loads(text) if text else {}
-    except OSError as error:
-        raise InputError(f"--output {path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        content = None
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text() or "{}")
     if not isinstance(content, dict) or (content and not {"format", "rows"} <= content.keys()):
         raise InputError(f"--output {path}: exists and is not a profile; name another file")
 
