@@ -243,7 +243,7 @@ def _joined(first: Summary, retried: Summary) -> Summary:
         num_tasks=first.num_tasks + retried.num_tasks,
         makespan_s=first.makespan_s + retried.makespan_s,
         failures=retried.failures,
-        busy_s=(),
+        num_ranks=0,
     )
 
 

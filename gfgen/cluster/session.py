@@ -98,7 +98,7 @@ class ClusterSession(Session):
 
     def run(self, jobs: Sequence[AdmittedJob], **options: Any) -> Summary:
         """As of any session; times on ranks are those of nodes, which the summary does not have."""
-        return replace(super().run(jobs, **options), busy_s=(), waited_s=(), moved_s=())
+        return replace(super().run(jobs, **options), num_ranks=0, busy_s=0.0, waited_s=0.0, moved_s=0.0)
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
         joined = self._cluster.joined

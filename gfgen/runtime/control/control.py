@@ -56,7 +56,6 @@ class Backend(Protocol):
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """What ranks have taken of memory, at the end of a run; empty where nothing measures it."""
-        return {}
 
 
 class Intake(Protocol):

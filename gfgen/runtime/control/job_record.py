@@ -144,8 +144,12 @@ class JobRecord:
     def view(self, costs: CostModel) -> JobView:
         """What policies see of it; a new one when that, or the predictions, have changed."""
         progress, view, cost_class, job = self.progress, self._view, self.cost_class, self.job
-        is_known = view is not None and self._view_version == cost_class.version
-        if is_known and view.next_task.index == progress.next_index and view.last_layout is progress.holder:
+        if (
+            view is not None
+            and self._view_version == cost_class.version
+            and view.next_task.index == progress.next_index
+            and view.last_layout is progress.holder
+        ):
             return view
         task = self.next_task
         spec, trajectory, limits = job.info.spec, job.trajectory, job.limits

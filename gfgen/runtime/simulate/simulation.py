@@ -13,25 +13,25 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import Backend, Control, Steering
+from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
     Event,
     OutputWritten,
     RankLoaded,
     RankReady,
-    RankTimes,
     TaskDone,
     TaskFailed,
 )
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.ipc.messages import MemoryUse, RankTimes
 from gfgen.runtime.predict.cost import CostClass, CostModel, UncertainEstimate
 from gfgen.runtime.predict.cost_table import Estimate
 from gfgen.runtime.predict.profile_file import Profile
@@ -124,7 +124,7 @@ class SimulatedTimes:
     """From a decision to the task's start on a free rank."""
 
 
-class SimulatedBackend(Backend):
+class SimulatedBackend:
     """Ranks that run their dispatches in order, in virtual time."""
 
     def __init__(self, clock: Clock, *, num_ranks: int, times: SimulatedTimes) -> None:
@@ -171,6 +171,12 @@ class SimulatedBackend(Backend):
                     self._free_s[rank] = now_s
             self._clock.at(TaskFailed(now_s, dispatch.number, "stopped", void=True))
 
+    def release(self, job_id: str) -> None:
+        """No effect: jobs take no memory."""
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """No effect: jobs need no preparation."""
+
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Each rank loads for the predicted time, after its dispatches."""
         if self._submitted:
@@ -178,6 +184,12 @@ class SimulatedBackend(Backend):
         for rank, free_s in enumerate(self._free_s):
             self._free_s[rank] = max(self._clock.now_s, free_s) + load_s
             self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
+
+    def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
+        """No effect: there is no state to save."""
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        return {}
 
     def start_submitted(self) -> None:
         """Schedule the ends of what was submitted in this turn of the loop."""
