@@ -13,7 +13,6 @@ For a GPU without a shipped profile, those of another GPU are scaled by what bot
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import statistics
@@ -41,7 +40,7 @@ from gfgen.runtime.predict.profile_file import (
     write_whole,
 )
 from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
-from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
+from gfgen.system.machine import cache_dir, cpu_name, file_stem, locked, versions
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,8 @@ MAX_ROWS = 500
 """About 150 KB; the rows with the oldest measurements are dropped first."""
 MAX_WEIGHT = 64
 """The most samples that earlier measurements count as, so that a row follows the machine."""
+LOCK_S = 60.0
+"""How long to wait for other runs that merge theirs."""
 FAR_APART = 2.0
 """Medians of one task that differ by more than this factor are not measurements of the same."""
 
@@ -252,9 +253,7 @@ def keep_measured(
     if not rows and not any(facts.values()):
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".{path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path.with_name(f".{path.name}.lock"), timeout_s=LOCK_S):
             today = time.strftime("%Y-%m-%d")
             profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions(), **facts)
             write_whole(_merged(path, profile).as_json(), path)
