@@ -97,10 +97,7 @@ class Control:
         self.state = state
         self.backend = backend
         self.clock = state.clock
-        num_ranks = len(state.ranks.records)
-        self.decider = Decider(
-            policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser, load=steering.load
-        )
+        self.decider = Decider(policy, clock=state.clock, chooser=steering.chooser, load=steering.load)
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers, *filter(None, [steering.residency]))

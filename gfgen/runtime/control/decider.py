@@ -52,7 +52,6 @@ class Decider:
         policy: NamedPolicy,
         *,
         clock: Clock,
-        num_ranks: int,
         chooser: Chooser | None,
         load: Callable[[str], NamedPolicy] = load_policy,
     ) -> None:
@@ -62,7 +61,6 @@ class Decider:
         """Why FALLBACK has replaced the policy, if it has."""
         self.num_faults = 0
         self._clock = clock
-        self._num_ranks = num_ranks
         self.chooser = self._usual_chooser = chooser
         """None after FALLBACK has replaced the policy, until another one is asked for."""
         self._num_changes = 0
@@ -83,7 +81,7 @@ class Decider:
 
     def _decided(self, snapshot: Snapshot) -> list[Decision]:
         # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
-        decided = list(itertools.islice(self.policy.decide(snapshot), self._num_ranks + 1))
+        decided = list(itertools.islice(self.policy.decide(snapshot), len(snapshot.ranks) + 1))
         for each in decided:
             check_types(each)
         return decided

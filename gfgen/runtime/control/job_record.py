@@ -189,13 +189,13 @@ class JobRecord:
         )
         return self._view
 
-    def use(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
+    def use(self, stage: Stage, layout: Layout, event: TaskDone) -> None:
         """Note what ranks did for it."""
-        outcome = self.outcome
+        outcome, busy_s = self.outcome, event.busy_s
         if outcome.started_s is None:
             outcome.started_s = event.started_s
         outcome.busy_s += busy_s
-        outcome.rank_s += rank_s
+        outcome.rank_s += event.rank_s
         outcome.first_uses_s += busy_s if event.is_first_use else 0.0
         if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
             outcome.peak_bytes = max(outcome.peak_bytes or 0, *peaks)

@@ -272,11 +272,10 @@ class State:
             record.fail_flight(flight, flight.failure, is_lost=False)
             return self._settle(record)
         dispatch = flight.dispatch
-        task, layout, spent_s = dispatch.task, dispatch.layout, [x.ended_s - x.started_s for x in event.times]
-        busy_s, rank_s, ended_s = max(spent_s), sum(spent_s), max([each.ended_s for each in event.times])
-        record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
-        record.use(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
-        self.shares.serve(record.owner, rank_s)
+        task, layout, busy_s = dispatch.task, dispatch.layout, event.busy_s
+        record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
+        record.use(task.stage, layout, event)
+        self.shares.serve(record.owner, event.rank_s)
         cost_class = self.sharing.class_of(record, dispatch)
         kind = cost_class, task.stage, layout.degrees
         if event.is_first_use:
