@@ -67,9 +67,9 @@ def _find(name: str) -> Callable[..., Any]:
     target = BUILT_IN.get(name, name)
     module_name, _, attribute = target.rpartition(":") if ":" in target else (target, "", "policy")
     if module_name.endswith(".py") or Path(module_name).is_file():
-        module = _import_file(Path(module_name))
+        module = _imported(module_name, Path(module_name))
     elif ":" in target:
-        module = _import_module(module_name)
+        module = _imported(module_name, None)
     else:
         near = nearest(name, BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
@@ -89,29 +89,22 @@ def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
     return module.get(f"choose_{getattr(function, '__name__', '')}")
 
 
-def _import_module(name: str) -> Any:
+def _imported(name: str, path: Path | None) -> Any:
+    """The module of this name, or in this file, a user's, which may raise anything."""
     try:
-        return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's module may raise anything
-        raise PolicyError(f"--policy: cannot import {name}: {in_one_line(error)}") from error
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise PolicyError(f"--policy {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise PolicyError(f"--policy {path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
+        if path is None:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise PolicyError("not a Python file" if path.is_file() else "no such file")
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        return module
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's file may raise anything
-        raise PolicyError(f"--policy {path}: {in_one_line(error)}") from error
-    return module
+    except BaseException as error:
+        reason = str(error) if isinstance(error, PolicyError) else in_one_line(error)
+        raise PolicyError(f"--policy: cannot import {name}: {reason}") from error
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
