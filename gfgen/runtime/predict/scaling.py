@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +17,7 @@ from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, write_whole
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.lifeline import output_of
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
@@ -130,14 +129,11 @@ def _num_cores() -> int:
 @cache
 def _measured() -> dict[str, Any] | None:
     num_threads = min(USUAL_RANKS, _num_cores())
-    command = module_command("gfgen.models.families.calibration", str(num_threads))
     logger.info("calibrating the speed of this machine, once")
     try:
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=module_environment()
-        )
-        return _checked({**json.loads(done.stdout), "versions": versions()})
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = output_of("gfgen.models.families.calibration", str(num_threads), timeout_s=_TIMEOUT_S)
+        return _checked({**json.loads(said), "versions": versions()})
+    except (OSError, ValueError) as error:
         logger.warning("this machine could not be calibrated: %s", error)
         return None
 
