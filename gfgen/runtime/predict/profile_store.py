@@ -37,9 +37,9 @@ from gfgen.runtime.predict.profile_file import (
     interquartile_range,
     load_profile,
     profile_of,
-    write_whole,
 )
 from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, locked, versions
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
     if path.is_file():
         profile = _with_rows_of(profile, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(profile.as_json(), path)
+        write_whole(path, profile.as_json())
     except OSError as error:
         raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
     return profile
@@ -186,7 +185,7 @@ def export_times(path: Path) -> Sequence[Profile]:
         _exported(path)
     content = {"gfgen_times": FORMAT, "profiles": [json.loads(each.as_json()) for each in profiles]}
     try:
-        write_whole(json.dumps(content), path)
+        write_whole(path, json.dumps(content))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return profiles
@@ -256,7 +255,7 @@ def keep_measured(
         with locked(path.with_name(f".{path.name}.lock"), timeout_s=LOCK_S):
             today = time.strftime("%Y-%m-%d")
             profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions(), **facts)
-            write_whole(_merged(path, profile).as_json(), path)
+            write_whole(path, _merged(path, profile).as_json())
     except (OSError, InputError) as error:
         logger.warning("this run's measurements are not kept for plans: %s", error)
 

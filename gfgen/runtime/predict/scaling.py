@@ -16,8 +16,9 @@ from typing import Any
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, write_whole
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.system.lifeline import output_of
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,6 @@ def _checked(content: Any) -> dict[str, Any] | None:
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json.dumps(content), path)
+        write_whole(path, json.dumps(content))
     except OSError as error:
         logger.info("the calibration is not kept: %s", error)
