@@ -15,6 +15,7 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees
+from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.system.lifeline import output_of
@@ -23,8 +24,6 @@ from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
-USUAL_RANKS = 4
-"""Default number of CPU ranks, which share the cores."""
 TFLOPS = {
     "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H20": 148, "B200": 2250, "B300": 2250,
     "A100": 312, "A800": 312, "A40": 150, "A10": 125, "A6000": 155, "6000 Ada": 364, "L40S": 362, "L40": 181,
@@ -47,7 +46,7 @@ class Speed:
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
-    return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
+    return replace(profile, device=device, num_ranks=DEFAULT_CPU_RANKS, rows=tuple(rows), calibration_s=None)
 
 
 def of_another_gpu(profile: Profile, device: str) -> Profile:
@@ -71,8 +70,8 @@ def _tflops(device: str) -> float:
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:
     """The degrees in which ranks share a task of this stage."""
-    alone, bands = [ALONE], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
-    branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
+    alone, bands = [ALONE], [(1, number, 1) for number in range(2, DEFAULT_CPU_RANKS + 1)]
+    branches = [(2, number, 1) for number in range(1, DEFAULT_CPU_RANKS // 2 + 1)]
     return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
 
 
@@ -120,7 +119,7 @@ def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
 
 def _share_of_core() -> float:
     """The number of the usual ranks that share a core."""
-    return max(1.0, USUAL_RANKS / _num_cores())
+    return max(1.0, DEFAULT_CPU_RANKS / _num_cores())
 
 
 def _num_cores() -> int:
@@ -129,7 +128,7 @@ def _num_cores() -> int:
 
 @cache
 def _measured() -> dict[str, Any] | None:
-    num_threads = min(USUAL_RANKS, _num_cores())
+    num_threads = min(DEFAULT_CPU_RANKS, _num_cores())
     logger.info("calibrating the speed of this machine, once")
     try:
         said = output_of("gfgen.models.families.calibration", str(num_threads), timeout_s=_TIMEOUT_S)
