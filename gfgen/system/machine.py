@@ -212,6 +212,17 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(rooms, default=None)
 
 
+def peak_bytes() -> int:
+    """The most main memory that this process has had; 0 where the system does not report it."""
+    return 1024 * (_number_in(_text_of(Path("/proc/self/status")), "VmHWM:") or 0)
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` begin anew, where the kernel allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def check_limits(num_ranks: int = 0) -> None:
     """Raises: InputError if this machine does not let so many ranks start; it says what to do."""
     if sys.flags.optimize > 1:

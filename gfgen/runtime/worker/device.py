@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -26,7 +24,7 @@ from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, Wa
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.jobs import RankTask, step_input
-from gfgen.system.machine import give_back_freed_memory
+from gfgen.system.machine import forget_peak, give_back_freed_memory, peak_bytes
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 
@@ -163,11 +161,11 @@ class Device:
 
     def memory_use(self) -> MemoryUse:
         """The memory that this rank has used since `forget_peaks`."""
-        return MemoryUse(peak_host_bytes())
+        return MemoryUse(peak_bytes())
 
     def forget_peaks(self) -> None:
         """Another run begins."""
-        reset_host_peak()
+        forget_peak()
 
     def note_shortage(self) -> None:
         """A task ran out of memory: release what is kept for later."""
@@ -198,21 +196,6 @@ def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> N
     share_s = (ended_s - started_s) / len(works)
     for place, work in enumerate(works):
         work.note(started_s=started_s + place * share_s, ended_s=started_s + (place + 1) * share_s)
-
-
-def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Peak of this process's main memory; 0 where the system does not report it."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def reset_host_peak() -> None:
-    """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> bool:

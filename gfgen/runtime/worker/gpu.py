@@ -56,7 +56,6 @@ from gfgen.runtime.worker.device import (
     are_separate,
     execute,
     meet,
-    peak_host_bytes,
     share_time,
     task_kind,
 )
@@ -66,6 +65,7 @@ from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, K
 from gfgen.runtime.worker.jobs import Outline, RankTask, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory, Staging
+from gfgen.system.machine import peak_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -406,7 +406,7 @@ class GpuDevice(Device):
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse(
-            peak_host_bytes(),
+            peak_bytes(),
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
             arena_bytes=arena_bytes(self._settings.ranks.arena_plan),
