@@ -25,12 +25,13 @@ from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import ProfileRow, write_whole
+from gfgen.runtime.predict.profile_file import ProfileRow
 from gfgen.runtime.predict.profile_store import check_replaceable, default_path, save_profile
 from gfgen.runtime.processes.starting import warm_up
 from gfgen.session.admission import jobs_to_run, judge
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.session.warming import warm_ups
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted, in_words
@@ -279,7 +280,7 @@ class _Unfinished:
         samples = {key: asdict(each) for key, each in self.measured.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(json.dumps({"stamp": self._stamp, "samples": samples}), self._path)
+            write_whole(self._path, json.dumps({"stamp": self._stamp, "samples": samples}))
         except OSError as error:
             folder = self._path.parent
             raise InputError(f"--output {folder}: cannot be made or written ({error.strerror})") from None
