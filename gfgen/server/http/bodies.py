@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
+from starlette.responses import Response
 
 from gfgen.job.fields import REPEATED
 from gfgen.server.http.guard import Access
@@ -189,6 +190,11 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI description of a small JSON body that `read_model` reads."""
     content = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def sends(*kinds: str) -> dict[str, Any]:
+    """For the decorator of a route: the content types of what it sends, if that is no JSON."""
+    return {"response_class": Response, "responses": {200: {"content": {kind: {} for kind in kinds}}}}
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:

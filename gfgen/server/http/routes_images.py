@@ -21,7 +21,7 @@ from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.problems import ApiError, bad, opened, responses
+from gfgen.server.protocol.problems import ApiError, bad, opened
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import StoredJob
@@ -30,8 +30,8 @@ from gfgen.system.wording import counted
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
-_ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
-EVENTS = _ERRORS | responses(**STREAM)
+EVENTS = STREAM["responses"]
+"""Pictures or their events."""
 
 
 @router.post(
@@ -108,7 +108,6 @@ def images(
     "/chat/completions",
     tags=["chat"],
     response_model=picture_schemas.ChatCompletion,
-    responses=_ERRORS,
     openapi_extra=documented(picture_schemas.ChatRequest),
     summary="Make pictures in a conversation",
 )

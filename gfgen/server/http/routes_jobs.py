@@ -13,14 +13,14 @@ from starlette.responses import Response, StreamingResponse
 
 from gfgen.job.fields import FIELDS
 from gfgen.job.recipes import recipes
-from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key
+from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key, sends
 from gfgen.server.http.guard import Access
 from gfgen.server.http.streams import STREAM, job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import video_job
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.problems import ApiError, opened, responses
+from gfgen.server.protocol.problems import ApiError, opened
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import JobFacts, StoredJob
 
@@ -49,32 +49,18 @@ Variant = Annotated[
 
 Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_KEEP, _ZIP = responses(400, 404, 409, 507), responses(400, 404, 409, **{"application/zip": _BINARY})
-_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
+_VIDEO = documented(schemas.VideoRequest, "input_reference")
 
 
-@videos.post(
-    "",
-    response_model=schemas.Video,
-    responses=_CREATE,
-    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
-    summary="Make a video",
-)
-async def create_video(request: Request, service: Service) -> Response:
+@videos.post("", openapi_extra=_VIDEO, summary="Make a video")
+async def create_video(request: Request, service: Service) -> schemas.Video:
     """Accepts a job and answers at once. `input_reference` is the first picture of the video."""
     body = await read_body(request, service=service)
     (job_id,), warnings = await _take_video(request, service, body)
-    return schemas.Video.of(_found(service, job_id).job(), warnings=warnings).response()
+    return schemas.Video.of(_found(service, job_id).job(), warnings=warnings)
 
 
-@videos.post(
-    "/sync",
-    response_class=Response,
-    responses=_CREATE | responses(409, 500, 504, **{"video/mp4": _BINARY}),
-    openapi_extra=documented(schemas.VideoRequest, "input_reference"),
-    summary="Make a video and wait for it",
-)
+@videos.post("/sync", **sends("video/mp4"), openapi_extra=_VIDEO, summary="Make a video and wait for it")
 async def create_video_and_wait(request: Request, service: Service) -> Response:
     """Waits for the file. 60 s after its client has disconnected the job is cancelled, unless the request has
     an Idempotency-Key: a retry joins it."""
@@ -84,16 +70,16 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     return _file(service, _completed(service, ids[0]))
 
 
-@videos.get("", response_model=schemas.VideoList, responses=responses(400), summary="List videos")
+@videos.get("", summary="List videos")
 async def list_videos(
     service: Service, limit: Limit = 20, order: Order = "desc", after: After = None
-) -> Response:
+) -> schemas.VideoList:
     page = _list(service, limit=limit, order=order, after=after, kind="video")
     data = [schemas.Video.of(job) for job in page.data]
-    return schemas.VideoList(**dict(page) | {"data": data}).response()
+    return schemas.VideoList(**dict(page) | {"data": data})
 
 
-@jobs.get("", response_model=schemas.JobList, responses=responses(400), summary="List jobs")
+@jobs.get("", summary="List jobs")
 async def list_jobs(
     service: Service,
     limit: Limit = 20,
@@ -102,12 +88,12 @@ async def list_jobs(
     batch_id: Annotated[str | None, Query(max_length=120)] = None,
     ended: Annotated[bool | None, Query(description="Only jobs that have ended, or only open ones.")] = None,
     favourite: Annotated[bool | None, Query(description="true: only favourites.")] = None,
-) -> Response:
+) -> schemas.JobList:
     which = {"batch_id": batch_id, "has_ended": ended, "is_favourite": favourite}
-    return _list(service, limit=limit, order=order, after=after, **which).response()
+    return _list(service, limit=limit, order=order, after=after, **which)
 
 
-@jobs.get("/archive", response_class=Response, responses=_ZIP, summary="Get the files of several jobs")
+@jobs.get("/archive", **sends("application/zip"), summary="Get the files of several jobs")
 async def get_archive(service: Service, ids: Annotated[str, Query(max_length=3_100)]) -> Response:
     """A ZIP file with the results of about 100 jobs, whose ids have commas between them."""
     found = [_completed(service, each) for each in dict.fromkeys(ids.split(","))]
@@ -116,17 +102,17 @@ async def get_archive(service: Service, ids: Annotated[str, Query(max_length=3_1
     return StreamingResponse(files.zipped(paths), media_type="application/zip", headers=headers)
 
 
-@videos.get("/{job_id}", response_model=schemas.Video, responses=responses(400, 404), summary="Get a video")
-async def get_video(service: Service, job_id: JobId) -> Response:
-    return schemas.Video.of(_found(service, job_id, only_videos=True).job()).response()
+@videos.get("/{job_id}", summary="Get a video")
+async def get_video(service: Service, job_id: JobId) -> schemas.Video:
+    return schemas.Video.of(_found(service, job_id, only_videos=True).job())
 
 
-@jobs.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a job")
-async def get_job(service: Service, job_id: JobId) -> Response:
-    return _found(service, job_id).job().response()
+@jobs.get("/{job_id}", summary="Get a job")
+async def get_job(service: Service, job_id: JobId) -> schemas.Job:
+    return _found(service, job_id).job()
 
 
-@jobs.get("/{job_id}/line", responses=responses(400, 404), summary="Get a job as a line of a job file")
+@jobs.get("/{job_id}/line", summary="Get a job as a line of a job file")
 async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
     """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` and `files` stand for
     the files of a job that had some: give them again."""
@@ -136,22 +122,17 @@ async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
     return {name: spec[name] for name in (*schemas.JobRequest.names, "image", "files") if name in spec}
 
 
-@jobs.put("/{job_id}/favourite", response_model=schemas.Job, responses=_KEEP, summary="Mark a favourite")
-async def set_favourite(service: Service, job_id: JobId, value: bool = True) -> Response:
+@jobs.put("/{job_id}/favourite", summary="Mark a favourite")
+async def set_favourite(service: Service, job_id: JobId, value: bool = True) -> schemas.Job:
     """The retention limits spare the record and the file of a favourite; `value=false` takes that back."""
     facts = _stored(service, job_id).facts
     if not await service.store.change(job_id, is_open=False, favourite=value):
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     service.mirror.set_favourite(facts, is_favourite=value)
-    return _found(service, job_id).job().response()
+    return _found(service, job_id).job()
 
 
-@jobs.get(
-    "/{job_id}/events",
-    response_class=StreamingResponse,
-    responses=responses(400, 404, 429, 503, **STREAM),
-    summary="Follow a job",
-)
+@jobs.get("/{job_id}/events", **STREAM, summary="Follow a job")
 async def follow_job(
     service: Service, job_id: JobId, last_event_id: Annotated[str | None, Header(max_length=64)] = None
 ) -> Response:
@@ -160,15 +141,11 @@ async def follow_job(
     return job_stream(service, job_id, last_event_id)
 
 
-_FILE: dict[str, Any] = {
-    "response_class": Response,
-    "responses": {
-        **responses(400, 404, 409, 416, 503, 507),
-        200: {"content": dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), _BINARY)},
-        206: {"description": "The part that the Range header requests."},
-        304: {"description": "Not modified."},
-    },
-}
+_FILE = sends("video/mp4", "image/png", "image/jpeg", "image/webp")
+_FILE["responses"][206] = {"description": "The part that the Range header requests."}
+_FILE["responses"][304] = {"description": "Not modified."}
+_PREVIEW = sends("image/webp")
+_PREVIEW["responses"][204] = {"description": "There is none now."}
 
 
 @videos.get("/{job_id}/content", **_FILE)
@@ -195,12 +172,7 @@ async def get_job_content(
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 
-@jobs.get(
-    "/{job_id}/preview",
-    response_class=Response,
-    responses={**responses(400, 404, **{"image/webp": _BINARY}), 204: {"description": "There is none now."}},
-    summary="Get a rough preview of a running job",
-)
+@jobs.get("/{job_id}/preview", **_PREVIEW, summary="Get a rough preview of a running job")
 async def get_preview(service: Service, job_id: JobId) -> Response:
     """The job after its last step, at most 320 pixels a side; of a video, the frame in the middle.
     Models of the Wan, Qwen-Image, Flux.1 and SD3 pipelines have previews."""
@@ -211,47 +183,36 @@ async def get_preview(service: Service, job_id: JobId) -> Response:
     return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
 
 
-_CANCEL = responses(400, 404, 503, 507)
-
-
-@jobs.post(
-    "/{job_id}",
-    response_model=schemas.Job,
-    responses=responses(400, 404, 409, 413, 503, 507),
-    openapi_extra=json_body(schemas.JobChange),
-    summary="Change the priority of a job",
-)
-async def change_job(request: Request, service: Service, job_id: JobId) -> Response:
+@jobs.post("/{job_id}", openapi_extra=json_body(schemas.JobChange), summary="Change the priority of a job")
+async def change_job(request: Request, service: Service, job_id: JobId) -> schemas.Job:
     """Policies that use priorities apply it from the next step on."""
     _found(service, job_id)
     change = await read_model(request, schemas.JobChange, service=service)
     await service.set_priority(job_id, int(change.job["priority"]))
-    return _found(service, job_id).job().response()
+    return _found(service, job_id).job()
 
 
-@videos.post("/{job_id}/cancel", response_model=schemas.Video, responses=_CANCEL, summary="Cancel a video")
-async def cancel_video(service: Service, job_id: JobId) -> Response:
+@videos.post("/{job_id}/cancel", summary="Cancel a video")
+async def cancel_video(service: Service, job_id: JobId) -> schemas.Video:
     """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
-    return schemas.Video.of(await _cancel(service, job_id, only_videos=True)).response()
+    return schemas.Video.of(await _cancel(service, job_id, only_videos=True))
 
 
-@jobs.post("/{job_id}/cancel", response_model=schemas.Job, responses=_CANCEL, summary="Cancel a job")
-async def cancel_job(service: Service, job_id: JobId) -> Response:
+@jobs.post("/{job_id}/cancel", summary="Cancel a job")
+async def cancel_job(service: Service, job_id: JobId) -> schemas.Job:
     """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
-    return (await _cancel(service, job_id)).response()
+    return await _cancel(service, job_id)
 
 
-@videos.delete(
-    "/{job_id}", response_model=schemas.Deleted, responses=_CANCEL, summary="Cancel or remove a video"
-)
-async def delete_video(service: Service, job_id: JobId, purge: Purge = False) -> Response:
+@videos.delete("/{job_id}", summary="Cancel or remove a video")
+async def delete_video(service: Service, job_id: JobId, purge: Purge = False) -> schemas.Deleted:
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
     cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
     return await _delete(service, job_id, purge=purge, only_videos=True)
 
 
-@jobs.delete("/{job_id}", response_model=schemas.Deleted, responses=_CANCEL, summary="Cancel or remove a job")
-async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> Response:
+@jobs.delete("/{job_id}", summary="Cancel or remove a job")
+async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> schemas.Deleted:
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
     cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
     return await _delete(service, job_id, purge=purge)
@@ -378,7 +339,9 @@ async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False
     return record.job()
 
 
-async def _delete(service: JobService, job_id: str, *, purge: bool, only_videos: bool = False) -> Response:
+async def _delete(
+    service: JobService, job_id: str, *, purge: bool, only_videos: bool = False
+) -> schemas.Deleted:
     was_open = _stored(service, job_id, only_videos=only_videos).ending is None
     job = await _cancel(service, job_id)
     stored = _stored(service, job_id)
@@ -390,4 +353,4 @@ async def _delete(service: JobService, job_id: str, *, purge: bool, only_videos:
         object="video.deleted" if _is_video(stored.facts) else "image.deleted",
         deleted=is_removed,
         status=job.status,
-    ).response()
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
+from gfgen.server.http.bodies import sends
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
@@ -22,8 +23,7 @@ MAX_CHANGES = 50
 QUIET_S = 15.0
 """Interval of comments that keep proxies from closing a quiet stream."""
 RETRY_MS = 2000
-STREAM: dict[str, Any] = {"text/event-stream": {}}
-"""For OpenAPI."""
+STREAM = sends("text/event-stream")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
