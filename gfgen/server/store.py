@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +37,8 @@ ROOM_BYTES = 2**20
 MAX_GROUP = 256
 SHOWN = ("peak_memory_mb", "steps_reused")
 """Keys of a manifest entry that responses have too."""
-_OF_WORK = ("timings", "shape", *SHOWN)
+_READ = ("timings", "shape", *SHOWN)
+"""Those that are read back."""
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 _Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -130,26 +131,8 @@ class JobFacts:
     favourite: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job to store; `spec` has the fields of the job file, without the model's defaults."""
-
-    facts: JobFacts
-    spec: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a job took and made, as its manifest entry says."""
-
-    timings: Mapping[str, Any]
-    shape: Mapping[str, int | None]
-    shown: Mapping[str, Any] = field(default_factory=dict)
-    """By the keys SHOWN."""
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Work:
-        return cls(entry["timings"], entry["shape"], {name: entry.get(name) for name in SHOWN})
+NewJob = tuple[JobFacts, Mapping[str, Any]]
+"""A job with the fields of the job file, without the model's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +146,8 @@ class Ending:
     step: int = 0
     error_code: str | None = None
     error_message: str | None = None
-    manifest: dict[str, Any] | None = None
-    work: Work | None = None
-    """The store reads it from the manifest entry."""
+    manifest: Mapping[str, Any] | None = None
+    """Its entry; of a job of the store only what responses need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +224,13 @@ class Store:
 
         def work(db: sqlite3.Connection) -> None:
             if key is not None:
-                _take_key(db, key, [batch_id] if batch_id else [job.facts.id for job in jobs], now)
+                _take_key(db, key, [batch_id] if batch_id else [facts.id for facts, _ in jobs], now)
             if batch_id is not None:
                 row = (batch_id, now, len(jobs), owner)
                 db.execute("INSERT INTO batches (id, created_at, total, owner) VALUES (?, ?, ?, ?)", row)
             rows = [
-                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(job.spec), f.created_at, f.owner)
-                for job in jobs
-                for f in (job.facts,)
+                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(spec), f.created_at, f.owner)
+                for f, spec in jobs
             ]
             names = "id, kind, batch_id, facts, spec, created_at, owner"
             db.executemany(f"INSERT INTO jobs ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -512,7 +493,6 @@ def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenErr
 
 def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     values = asdict(ending)
-    del values["work"]
     values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
@@ -543,13 +523,13 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def _note_use(db: sqlite3.Connection, ending: Ending) -> None:
-    rank_s = 0.0 if ending.work is None else ending.work.timings.get("rank_s") or 0.0
-    row = (int(ending.completed_at // DAY_S), rank_s, ending.id)
+    timings = (ending.manifest or {}).get("timings") or {}
+    row = (int(ending.completed_at // DAY_S), timings.get("rank_s") or 0.0, ending.id)
     sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
     db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", row)
 
 
-_PATHS = ", ".join(f"'$.{name}'" for name in _OF_WORK)
+_PATHS = ", ".join(f"'$.{name}'" for name in _READ)
 _COLUMNS = (
     "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message, "
     f"json_extract(manifest, {_PATHS})"
@@ -568,11 +548,10 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
+    text, status, completed_at, started_at, size_bytes, met, *rest, entry = row
     facts = _facts(text)
     if status == "open":
         return StoredJob(facts, None)
     met = None if met is None else bool(met)
-    found = {} if work is None else dict(zip(_OF_WORK, json.loads(work), strict=True))
-    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message)
-    return StoredJob(facts, replace(ending, work=Work.of(found)) if found.get("timings") else ending)
+    found = None if entry is None else dict(zip(_READ, json.loads(entry), strict=True))
+    return StoredJob(facts, Ending(facts.id, status, completed_at, started_at, size_bytes, met, *rest, found))

@@ -44,12 +44,12 @@ MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     link: messages.MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class Left:
     link: messages.MessageSocket
 
 
@@ -84,16 +84,8 @@ class RunBridge(Observer):
 
     # The supervisor's side --------------------------------------------------------------------------
 
-    def joined(self, link: messages.MessageSocket) -> None:
-        self.received(_Joined(link))
-
-    def left(self, link: messages.MessageSocket) -> None:
-        self.received(_Left(link))
-
-    def failed(self, error: Exception) -> None:
-        self.received(error)
-
     def received(self, message: Any) -> None:
+        """From a front, of one (Joined, Left), or the error that ends the run."""
         self._inbox.put(message)
         self._wake()
 
@@ -161,9 +153,9 @@ class RunBridge(Observer):
                 for job_id in message.job_ids:
                     self._unconfirmed.pop(job_id, None)
                     self._known.discard(job_id)
-            case _Joined():
+            case Joined():
                 self._send_state(message.link)
-            case _Left():
+            case Left():
                 if self._outbox is not None and self._outbox.link is message.link:
                     self._outbox.close()
                     self._outbox = None

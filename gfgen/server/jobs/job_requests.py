@@ -505,7 +505,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
     stored = replace(spec, owner=run.owner, seed=run.seed, line=None, image=None, **due)
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
-    return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
+    return facts, {name: value for name, value in asdict(stored).items() if value is not None}
 
 
 def _each_path(

@@ -41,7 +41,6 @@ from gfgen.server.store import (
     RequestKey,
     Store,
     StoredJob,
-    Work,
     used_rank_s,
 )
 from gfgen.system.wording import counted
@@ -162,7 +161,7 @@ class JobService:
         now = self.now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, owner=self.owner, now=now)
-        self.mirror.add(ServedJob(one.facts) for one in accepted)
+        self.mirror.add(ServedJob(facts) for facts, _ in accepted)
         tell_of_warnings((job.info.spec, job.info.warnings) for _, job in jobs)
         self.submit([job for _, job in jobs])
 
@@ -466,8 +465,7 @@ class RunFollower:
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
-            manifest=(entry := manifest_entry(outcome, written_at=self._service.now())),
-            work=Work.of(entry),
+            manifest=manifest_entry(outcome, written_at=self._service.now()),
         )
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:

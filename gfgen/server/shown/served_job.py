@@ -11,7 +11,7 @@ from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.shown.previews import FIRST_STEP
-from gfgen.server.store import Ending, JobFacts
+from gfgen.server.store import SHOWN, Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
@@ -137,7 +137,8 @@ class ServedJob:
 
     def _make_job(self) -> schemas.Job:
         facts, ending, url = self.facts, self.ending, self.content_url
-        work = None if ending is None else ending.work
+        made = {} if ending is None else ending.manifest or {}
+        timings = made.get("timings") or {"rank_s": self.rank_s}
         has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
         return schemas.Job(
             id=facts.id,
@@ -161,9 +162,9 @@ class ServedJob:
             deadline_at=rounded(facts.deadline_at),
             will_meet_deadline=self.will_meet_deadline,
             inference_time_s=self._inference_s(),
-            stage_durations=None if work is None else work.timings["stages_s"],
-            rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
-            **({} if work is None else work.shown),
+            stage_durations=timings.get("stages_s"),
+            rank_s=round(timings.get("rank_s") or 0.0, 3),
+            **{name: made.get(name) for name in SHOWN},
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
             preview_url=f"/v1/jobs/{facts.id}/preview" if has_preview else None,
@@ -172,9 +173,10 @@ class ServedJob:
     def _size(self) -> dict[str, Any]:
         facts = self.facts
         size: dict[str, Any] = {"size": facts.size, "frames": facts.frames, "fps": facts.fps}
-        if self.status == "completed" and self.ending is not None and (work := self.ending.work) is not None:
-            size["size"] = "{width}x{height}".format_map(work.shape)
-            size["frames"] = None if facts.frames is None else work.shape["frames"]
+        if self.status == "completed" and self.ending is not None and self.ending.manifest is not None:
+            shape = self.ending.manifest["shape"]
+            size["size"] = "{width}x{height}".format_map(shape)
+            size["frames"] = None if facts.frames is None else shape["frames"]
         if (frames := size["frames"]) is not None:
             seconds = f"{frames / (facts.fps or 1):.3f}"  # clients read it as "5.063" or "4"
             size["seconds"] = seconds.rstrip("0").rstrip(".")
