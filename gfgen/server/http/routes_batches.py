@@ -43,6 +43,7 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, bad, checked
+from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import BatchRow, Ended, RequestKey, Store, StoredJob
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
@@ -394,9 +395,10 @@ async def _results(
     service: JobService, batch_id: str, made_of: server_schemas.BatchInput, *, of_errors: bool
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
-    requests: dict[str, list[StoredJob]] = {}
+    requests: dict[str, list[ServedJob]] = {}
     for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
-        requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
+        record = service.served(stored)
+        requests.setdefault(record.facts.custom_id or record.facts.id, []).append(record)
     for custom_id, jobs in requests.items():
         asked_for = picture_schemas.ChatRequest.model_construct(**made_of.answers.get(custom_id, {}))
         line = await _result(service, custom_id, jobs, made_of.request.endpoint, asked_for)
@@ -412,25 +414,24 @@ async def _results(
 async def _result(
     service: JobService,
     custom_id: str,
-    jobs: list[StoredJob],
+    records: list[ServedJob],
     endpoint: schemas.BatchEndpoint,
     asked_for: picture_schemas.PictureRequest,
 ) -> server_schemas.LineResult:
-    name = f"batch_req_{jobs[0].facts.id}"
-    records = [service.served(stored).job() for stored in jobs]
-    failed = next((job for job in records if job.status != "completed"), None)
+    name = f"batch_req_{records[0].facts.id}"
+    failed = next((each.job() for each in records if each.status != "completed"), None)
     if failed is not None:
         error = failed.error or schemas.JobFailure(code=failed.status, message=failed.status)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
     try:
         body: schemas.Video | picture_schemas.ChatCompletion | picture_schemas.Images
         if endpoint == "/v1/videos":
-            body = schemas.Video.of(records[0])
+            body = schemas.Video.of(records[0].job())
         elif endpoint == "/v1/chat/completions":
-            body = await chat_completion(service, jobs, asked_for)
+            body = await chat_completion(service, records, asked_for)
         else:
-            data = [await image_content(service, stored, asked_for) for stored in jobs]
-            body = images(service, jobs, data, output_format=asked_for.output_format)
+            data = [await image_content(service, each, asked_for) for each in records]
+            body = images(records, data, output_format=asked_for.output_format)
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)

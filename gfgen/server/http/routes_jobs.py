@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
@@ -22,10 +22,9 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, opened
 from gfgen.server.shown.served_job import ServedJob
-from gfgen.server.store import JobFacts, StoredJob
+from gfgen.server.store import JobFacts
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T", ServedJob, StoredJob)
 
 jobs = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 videos = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -116,7 +115,7 @@ async def get_job(service: Service, job_id: JobId) -> schemas.Job:
 async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
     """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` and `files` stand for
     the files of a job that had some: give them again."""
-    spec = service.store.spec(_stored(service, job_id).facts.id)
+    spec = service.store.spec(_found(service, job_id).facts.id)
     spec |= {"image": "image.png"} if "image_sha256" in spec else {}
     spec |= [("recipe", name) for name in recipes() if FIELDS["recipe"].parse(name) == spec.get("recipe")]
     return {name: spec[name] for name in (*schemas.JobRequest.names, "image", "files") if name in spec}
@@ -125,7 +124,7 @@ async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
 @jobs.put("/{job_id}/favourite", summary="Mark a favourite")
 async def set_favourite(service: Service, job_id: JobId, value: bool = True) -> schemas.Job:
     """The retention limits spare the record and the file of a favourite; `value=false` takes that back."""
-    facts = _stored(service, job_id).facts
+    facts = _found(service, job_id).facts
     if not await service.store.change(job_id, is_open=False, favourite=value):
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     service.mirror.set_favourite(facts, is_favourite=value)
@@ -137,7 +136,7 @@ async def follow_job(
     service: Service, job_id: JobId, last_event_id: Annotated[str | None, Header(max_length=64)] = None
 ) -> Response:
     """Server-sent events with a `JobEvent` each, from the first one or after Last-Event-ID."""
-    _stored(service, job_id)
+    _found(service, job_id)
     return job_stream(service, job_id, last_event_id)
 
 
@@ -165,10 +164,10 @@ async def get_job_content(
     quality: Annotated[int | None, Query(ge=0, le=100, description="Of a JPEG or WebP file. [95]")] = None,
 ) -> Response:
     """The finished picture or video, or its thumbnail."""
-    stored = _completed(service, job_id)
-    if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
-        return await _content(service, stored, variant)
-    content = await files.picture_as(service.folder.result(stored.facts), str(format), quality)
+    record = _completed(service, job_id)
+    if format in (None, "png") or variant == "thumbnail" or record.facts.kind == "video":
+        return await _content(service, record, variant)
+    content = await files.picture_as(service.folder.result(record.facts), str(format), quality)
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 
@@ -282,52 +281,43 @@ def _is_video(facts: JobFacts) -> bool:
 
 
 def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
-    return _checked(service.job(job_id), job_id, only_videos=only_videos)
-
-
-def _stored(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
-    return _checked(service.stored(job_id), job_id, only_videos=only_videos)
-
-
-def _checked(found: T | None, job_id: str, *, only_videos: bool) -> T:
+    found = service.job(job_id)
     if found is None or (only_videos and not _is_video(found.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
     return found
 
 
-def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> StoredJob:
-    stored = _stored(service, job_id, only_videos=only_videos)
-    if stored.ending is None:
+def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
+    record = _found(service, job_id, only_videos=only_videos)
+    if record.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
-    if stored.ending.status != "completed":
-        reason = f": {stored.ending.error_message}" if stored.ending.status == "failed" else ""
-        raise ApiError(
-            409, f"{job_id} was {stored.ending.status}{reason}"[:500], code=stored.ending.error_code
-        )
-    return stored
+    if record.status != "completed":
+        reason = f": {record.ending.error_message}" if record.status == "failed" else ""
+        raise ApiError(409, f"{job_id} was {record.status}{reason}"[:500], code=record.ending.error_code)
+    return record
 
 
 def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> schemas.JobList:
-    if after is not None and service.stored(after) is None:
+    if after is not None and service.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     which["owner"] = service.owner
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
     return schemas.JobList(**schemas.page([service.served(one).job() for one in stored], limit))
 
 
-def _file(service: JobService, stored: StoredJob) -> Response:
-    response = files.StoredFile(service.folder.result(stored.facts))
-    response.headers["X-Job-Id"] = stored.facts.id
+def _file(service: JobService, record: ServedJob) -> Response:
+    response = files.StoredFile(service.folder.result(record.facts))
+    response.headers["X-Job-Id"] = record.facts.id
     return response
 
 
-async def _content(service: JobService, stored: StoredJob, variant: str | None) -> Response:
-    if variant == "spritesheet" or variant not in (None, "thumbnail", stored.facts.kind):
-        accepted = f"{stored.facts.kind} or thumbnail"
-        raise ApiError(400, f"variant = {variant!r}: {accepted} is accepted", param="variant")
+async def _content(service: JobService, record: ServedJob, variant: str | None) -> Response:
+    kind = record.facts.kind
+    if variant == "spritesheet" or variant not in (None, "thumbnail", kind):
+        raise ApiError(400, f"variant = {variant!r}: {kind} or thumbnail is accepted", param="variant")
     if variant != "thumbnail":
-        return _file(service, stored)
-    return files.StoredFile(await service.folder.thumbnail(stored.facts))
+        return _file(service, record)
+    return files.StoredFile(await service.folder.thumbnail(record.facts))
 
 
 async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False) -> schemas.Job:
@@ -342,15 +332,14 @@ async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False
 async def _delete(
     service: JobService, job_id: str, *, purge: bool, only_videos: bool = False
 ) -> schemas.Deleted:
-    was_open = _stored(service, job_id, only_videos=only_videos).ending is None
-    job = await _cancel(service, job_id)
-    stored = _stored(service, job_id)
+    was_open = not _found(service, job_id, only_videos=only_videos).has_ended
+    job, record = await _cancel(service, job_id), _found(service, job_id)
     is_removed = not was_open and (purge or job.status != "cancelled")
     if is_removed:
-        await service.remove([stored])
+        await service.remove([record.facts])
     return schemas.Deleted(
         id=job_id,
-        object="video.deleted" if _is_video(stored.facts) else "image.deleted",
+        object="video.deleted" if _is_video(record.facts) else "image.deleted",
         deleted=is_removed,
         status=job.status,
     )

@@ -267,10 +267,10 @@ class JobService:
         if record.facts.input_file is not None:
             self.folder.remove_input(record.facts.input_file)
 
-    async def remove(self, stored: Sequence[StoredJob]) -> None:
-        for one in stored:
-            self.folder.remove(one.facts)
-        ids = [one.facts.id for one in stored]
+    async def remove(self, jobs: Sequence[JobFacts]) -> None:
+        for facts in jobs:
+            self.folder.remove(facts)
+        ids = [facts.id for facts in jobs]
         await self.store.remove(ids)
         self.mirror.remove(ids)
 
@@ -278,7 +278,7 @@ class JobService:
         """Remove jobs that are older than `keep_s`, and the oldest beyond `keep_bytes`."""
         before = self.now() - self.limits.keep_s
         if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
-            await self.remove(outdated)
+            await self.remove([stored.facts for stored in outdated])
             logger.info("removed %s past the retention limits", counted(len(outdated), "ended job"))
         self.uploads.remove_expired(before=before, is_kept=lambda name: self.store.batch(name) is not None)
         await self.store.forget_requests(now=self.now())
@@ -290,13 +290,9 @@ class JobService:
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""
         record = self.mirror.find(job_id)
-        if record is None and (stored := self.stored(job_id)) is not None:
+        if record is None and (stored := self.store.job(job_id)) is not None:
             record = self.served(stored)
         return record if record is not None and self._sees(record.facts.owner) else None
-
-    def stored(self, job_id: str) -> StoredJob | None:
-        stored = self.store.job(job_id)
-        return stored if stored is not None and self._sees(stored.facts.owner) else None
 
     def batch(self, batch_id: str) -> BatchRow | None:
         row = self.store.batch(batch_id)
