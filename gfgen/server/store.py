@@ -87,7 +87,6 @@ CREATE TABLE requests (
     created_at REAL NOT NULL
 );
 CREATE INDEX requests_by_age ON requests (created_at);
-CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
 _FAVOURITE = "COALESCE(json_extract(facts, '$.favourite'), 0)"
 _USAGE = """
@@ -193,11 +192,8 @@ class Store:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._logged_error: str | None = None
         """The last reported reason why writes fail."""
-        self.epoch = self._begin_life(began_at)
-        """Unique number of this process among all that opened the store: event ids begin with it."""
-        (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
-        self.made_at = began_at if first_at is None else float(first_at)
-        """Unix time at which this store was created: it knows nothing about older files."""
+        self.epoch = int(1000 * began_at)
+        """A number of this process: event ids begin with it."""
         self._left_over: list[Callable[[sqlite3.Connection], Any]] = []
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -286,7 +282,7 @@ class Store:
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails, or if there is no room for `ROOM_BYTES`."""
         await asyncio.to_thread(_check_room, self._path.parent)
-        await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
+        await self._do(_statement(f"PRAGMA user_version = {VERSION}", ()))
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
@@ -361,19 +357,6 @@ class Store:
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
         sql += f" AND status IN ({', '.join('?' * len(statuses))})"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)), *statuses))}
-
-    def _begin_life(self, began_at: float) -> int:
-        """A unique number: the next one, or the time if a full disk does not allow the insert."""
-        try:
-            sql = "INSERT INTO lives (began_at) VALUES (?)"
-            return self._writer.execute(sql, (began_at,)).lastrowid or 0
-        except sqlite3.OperationalError as error:  # open jobs still run and can be read
-            self._log_failure(error)
-            return int(began_at * 1000)
-        except sqlite3.Error as error:
-            raise OutputError(
-                f"cannot write {self._path}: {error}; move the file away or choose another --output"
-            ) from None
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()

@@ -129,12 +129,12 @@ class JobFolder:
         """Create the folders, and remove what a killed server left of cancelled, failed and unknown jobs.
 
         A damaged store may be repaired and put back later. So results are removed only if this store knows
-        that their jobs have none, and input pictures only if they are newer than the store.
+        that their jobs have none.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
         open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.made_at)
+        _clear(self.inputs, lambda ids: ids - open_ids)
         thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
         _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
         _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)
@@ -190,19 +190,14 @@ def _clear(
     unwanted: Callable[[set[str]], set[str]],
     *,
     suffixes: tuple[str, ...] | None = None,
-    made_after: float = 0.0,
 ) -> None:
-    """Remove files that are named by an unwanted job id with one of these suffixes, or with any.
-
-    Files from before `made_after` (Unix time) stay.
-    """
+    """Remove files that are named by an unwanted job id with one of these suffixes, or with any."""
     found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
     found = [
         (path, job_id)
         for path, job_id in found
         if (suffixes is None or path.name.removeprefix(job_id) in suffixes) and _OWN_ID.fullmatch(job_id)
     ]
-    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
     gone = unwanted({job_id for _, job_id in found})
     for path, job_id in found:
         if job_id in gone:
