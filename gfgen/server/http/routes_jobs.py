@@ -46,8 +46,19 @@ Variant = Annotated[
     Query(description="The file itself or its thumbnail; sprite sheets are not supported."),
 ]
 
-Purge = Annotated[bool, Query(description="Remove the job even if it was cancelled.")]
 
+async def _record_of(request: Request, service: Service, job_id: JobId) -> ServedJob:
+    only_videos = request.scope["route"].path.startswith(videos.prefix)
+    return _known(service, job_id, only_videos=only_videos)
+
+
+def _is_video(facts: JobFacts) -> bool:
+    """Whether /v1/videos has this job: also a single frame, if it was requested there."""
+    return facts.kind == "video" or facts.id.startswith("video_")
+
+
+Record = Annotated[ServedJob, Depends(_record_of)]
+"""The job of a path."""
 _VIDEO = documented(schemas.VideoRequest, "input_reference")
 
 
@@ -56,7 +67,7 @@ async def create_video(request: Request, service: Service) -> schemas.Video:
     """Accepts a job and answers at once. `input_reference` is the first picture of the video."""
     body = await read_body(request, service=service)
     (job_id,), warnings = await _take_video(request, service, body)
-    return schemas.Video.of(_found(service, job_id).job(), warnings=warnings)
+    return schemas.Video.of(_known(service, job_id).job(), warnings=warnings)
 
 
 @videos.post("/sync", **sends("video/mp4"), openapi_extra=_VIDEO, summary="Make a video and wait for it")
@@ -66,7 +77,7 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service)
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
-    return _file(service, _completed(service, ids[0]))
+    return _file(service, _completed(_known(service, ids[0])))
 
 
 @videos.get("", summary="List videos")
@@ -95,49 +106,48 @@ async def list_jobs(
 @jobs.get("/archive", **sends("application/zip"), summary="Get the files of several jobs")
 async def get_archive(service: Service, ids: Annotated[str, Query(max_length=3_100)]) -> Response:
     """A ZIP file with the results of about 100 jobs, whose ids have commas between them."""
-    found = [_completed(service, each) for each in dict.fromkeys(ids.split(","))]
+    found = [_completed(_known(service, each)) for each in dict.fromkeys(ids.split(","))]
     paths = [service.folder.result(each.facts) for each in found]
     headers = {"Content-Disposition": 'attachment; filename="gfgen.zip"'}
     return StreamingResponse(files.zipped(paths), media_type="application/zip", headers=headers)
 
 
 @videos.get("/{job_id}", summary="Get a video")
-async def get_video(service: Service, job_id: JobId) -> schemas.Video:
-    return schemas.Video.of(_found(service, job_id, only_videos=True).job())
+async def get_video(record: Record) -> schemas.Video:
+    return schemas.Video.of(record.job())
 
 
 @jobs.get("/{job_id}", summary="Get a job")
-async def get_job(service: Service, job_id: JobId) -> schemas.Job:
-    return _found(service, job_id).job()
+async def get_job(record: Record) -> schemas.Job:
+    return record.job()
 
 
 @jobs.get("/{job_id}/line", summary="Get a job as a line of a job file")
-async def get_line(service: Service, job_id: JobId) -> dict[str, Any]:
+async def get_line(service: Service, record: Record) -> dict[str, Any]:
     """What POST /v1/jobs takes for the same job, without deadline and timeout. `image` and `files` stand for
     the files of a job that had some: give them again."""
-    spec = service.store.spec(_found(service, job_id).facts.id)
+    spec = service.store.spec(record.facts.id)
     spec |= {"image": "image.png"} if "image_sha256" in spec else {}
     spec |= [("recipe", name) for name in recipes() if FIELDS["recipe"].parse(name) == spec.get("recipe")]
     return {name: spec[name] for name in (*schemas.JobRequest.names, "image", "files") if name in spec}
 
 
 @jobs.put("/{job_id}/favourite", summary="Mark a favourite")
-async def set_favourite(service: Service, job_id: JobId, value: bool = True) -> schemas.Job:
+async def set_favourite(service: Service, record: Record, value: bool = True) -> schemas.Job:
     """The retention limits spare the record and the file of a favourite; `value=false` takes that back."""
-    facts = _found(service, job_id).facts
+    job_id = record.facts.id
     if not await service.store.change(job_id, is_open=False, favourite=value):
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
-    service.mirror.set_favourite(facts, is_favourite=value)
-    return _found(service, job_id).job()
+    service.mirror.set_favourite(record.facts, is_favourite=value)
+    return _known(service, job_id).job()
 
 
 @jobs.get("/{job_id}/events", **STREAM, summary="Follow a job")
 async def follow_job(
-    service: Service, job_id: JobId, last_event_id: Annotated[str | None, Header(max_length=64)] = None
+    service: Service, record: Record, last_event_id: Annotated[str | None, Header(max_length=64)] = None
 ) -> Response:
     """Server-sent events with a `JobEvent` each, from the first one or after Last-Event-ID."""
-    _found(service, job_id)
-    return job_stream(service, job_id, last_event_id)
+    return job_stream(service, record.facts.id, last_event_id)
 
 
 _FILE = sends("video/mp4", "image/png", "image/jpeg", "image/webp")
@@ -148,15 +158,15 @@ _PREVIEW["responses"][204] = {"description": "There is none now."}
 
 
 @videos.get("/{job_id}/content", **_FILE)
-async def get_video_content(service: Service, job_id: JobId, variant: Variant = None) -> Response:
+async def get_video_content(service: Service, record: Record, variant: Variant = None) -> Response:
     """The finished video or its thumbnail."""
-    return await _content(service, _completed(service, job_id, only_videos=True), variant)
+    return await _content(service, _completed(record), variant)
 
 
 @jobs.get("/{job_id}/content", **_FILE)
 async def get_job_content(
     service: Service,
-    job_id: JobId,
+    record: Record,
     variant: Variant = None,
     format: Annotated[
         Literal["png", "jpeg", "webp"] | None, Query(description="Format of a picture.")
@@ -164,7 +174,7 @@ async def get_job_content(
     quality: Annotated[int | None, Query(ge=0, le=100, description="Of a JPEG or WebP file. [95]")] = None,
 ) -> Response:
     """The finished picture or video, or its thumbnail."""
-    record = _completed(service, job_id)
+    record = _completed(record)
     if format in (None, "png") or variant == "thumbnail" or record.facts.kind == "video":
         return await _content(service, record, variant)
     content = await files.picture_as(service.folder.result(record.facts), str(format), quality)
@@ -172,49 +182,59 @@ async def get_job_content(
 
 
 @jobs.get("/{job_id}/preview", **_PREVIEW, summary="Get a rough preview of a running job")
-async def get_preview(service: Service, job_id: JobId) -> Response:
+async def get_preview(service: Service, record: Record) -> Response:
     """The job after its last step, at most 320 pixels a side; of a video, the frame in the middle.
     Models of the Wan, Qwen-Image, Flux.1 and SD3 pipelines have previews."""
-    _found(service, job_id)
-    content = await service.previews.picture(job_id)
+    content = await service.previews.picture(record.facts.id)
     if content is None:
         return Response(status_code=204)
     return Response(content, media_type="image/webp", headers={"Cache-Control": "no-store"})
 
 
 @jobs.post("/{job_id}", openapi_extra=json_body(schemas.JobChange), summary="Change the priority of a job")
-async def change_job(request: Request, service: Service, job_id: JobId) -> schemas.Job:
+async def change_job(request: Request, service: Service, record: Record) -> schemas.Job:
     """Policies that use priorities apply it from the next step on."""
-    _found(service, job_id)
     change = await read_model(request, schemas.JobChange, service=service)
-    await service.set_priority(job_id, int(change.job["priority"]))
-    return _found(service, job_id).job()
+    await service.set_priority(record.facts.id, int(change.job["priority"]))
+    return record.job()
 
 
 @videos.post("/{job_id}/cancel", summary="Cancel a video")
-async def cancel_video(service: Service, job_id: JobId) -> schemas.Video:
+async def cancel_video(service: Service, record: Record) -> schemas.Video:
     """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
-    return schemas.Video.of(await _cancel(service, job_id, only_videos=True))
+    return schemas.Video.of(await _cancel(service, record.facts.id))
 
 
 @jobs.post("/{job_id}/cancel", summary="Cancel a job")
-async def cancel_job(service: Service, job_id: JobId) -> schemas.Job:
+async def cancel_job(service: Service, record: Record) -> schemas.Job:
     """Cancels the job if it is open; a job that has ended keeps its status, record and file."""
-    return await _cancel(service, job_id)
+    return await _cancel(service, record.facts.id)
 
 
-@videos.delete("/{job_id}", summary="Cancel or remove a video")
-async def delete_video(service: Service, job_id: JobId, purge: Purge = False) -> schemas.Deleted:
-    """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
-    cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
-    return await _delete(service, job_id, purge=purge, only_videos=True)
+async def _cancel(service: JobService, job_id: str) -> schemas.Job:
+    await service.cancel([job_id])
+    record = _known(service, job_id)
+    if not record.has_ended:  # a server that is loading or stopping knows it from the store alone
+        raise service.not_ready()
+    return record.job()
 
 
+@videos.delete("/{job_id}", summary="Cancel or remove a video", name="delete_video")
 @jobs.delete("/{job_id}", summary="Cancel or remove a job")
-async def delete_job(service: Service, job_id: JobId, purge: Purge = False) -> schemas.Deleted:
+async def delete_job(
+    service: Service,
+    record: Record,
+    purge: Annotated[bool, Query(description="Remove the job even if it was cancelled.")] = False,
+) -> schemas.Deleted:
     """Cancels an open job, which stays as cancelled; removes a completed or failed one with its file. A
     cancelled job stays, so that a repeated request removes nothing; `purge` removes it too."""
-    return await _delete(service, job_id, purge=purge)
+    was_open = not record.has_ended
+    job = await _cancel(service, record.facts.id)
+    is_removed = not was_open and (purge or job.status != "cancelled")
+    if is_removed:
+        await service.remove([record.facts])
+    kind: Any = "video.deleted" if _is_video(record.facts) else "image.deleted"
+    return schemas.Deleted(id=job.id, object=kind, deleted=is_removed, status=job.status)
 
 
 async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:
@@ -275,20 +295,15 @@ def log_ignored(ids: Sequence[str], warnings: Sequence[str]) -> None:
         logger.info("%s: %s", ", ".join(ids), "; ".join(warnings))
 
 
-def _is_video(facts: JobFacts) -> bool:
-    """Whether /v1/videos has this job: also a single frame, if it was requested there."""
-    return facts.kind == "video" or facts.id.startswith("video_")
-
-
-def _found(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
-    found = service.job(job_id)
-    if found is None or (only_videos and not _is_video(found.facts)):
+def _known(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
+    record = service.job(job_id)
+    if record is None or (only_videos and not _is_video(record.facts)):
         raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-    return found
+    return record
 
 
-def _completed(service: JobService, job_id: str, *, only_videos: bool = False) -> ServedJob:
-    record = _found(service, job_id, only_videos=only_videos)
+def _completed(record: ServedJob) -> ServedJob:
+    job_id = record.facts.id
     if record.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     if record.status != "completed":
@@ -318,28 +333,3 @@ async def _content(service: JobService, record: ServedJob, variant: str | None) 
     if variant != "thumbnail":
         return _file(service, record)
     return files.StoredFile(await service.folder.thumbnail(record.facts))
-
-
-async def _cancel(service: JobService, job_id: str, *, only_videos: bool = False) -> schemas.Job:
-    _found(service, job_id, only_videos=only_videos)
-    await service.cancel([job_id])
-    record = _found(service, job_id)
-    if not record.has_ended:  # a server that is loading or stopping knows it from the store alone
-        raise service.not_ready()
-    return record.job()
-
-
-async def _delete(
-    service: JobService, job_id: str, *, purge: bool, only_videos: bool = False
-) -> schemas.Deleted:
-    was_open = not _found(service, job_id, only_videos=only_videos).has_ended
-    job, record = await _cancel(service, job_id), _found(service, job_id)
-    is_removed = not was_open and (purge or job.status != "cancelled")
-    if is_removed:
-        await service.remove([record.facts])
-    return schemas.Deleted(
-        id=job_id,
-        object="video.deleted" if _is_video(record.facts) else "image.deleted",
-        deleted=is_removed,
-        status=job.status,
-    )
