@@ -344,9 +344,7 @@ def _replaceable(
             f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
         )
     lines = [
-        line
-        for line in (read_mark(path), _line_of(str(path.relative_to(output_dir)), files))
-        if line is not None
+        line for line in (read_mark(path), files.get(str(path.relative_to(output_dir)))) if line is not None
     ]
     if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
         return content
@@ -355,12 +353,6 @@ def _replaceable(
     who = _who(lines[-1], output_dir)
     what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
     return f"{what} {who} made it; {_WHAT_TO_DO}"
-
-
-def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | None:
-    """The manifest's line of a file. Case may differ, because some file systems ignore it."""
-    key = name_key(name)
-    return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:

@@ -149,7 +149,7 @@ async def list_batches(service: Service, limit: Limit = 20, after: After = None)
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
     rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
-    return server_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit))
+    return server_schemas.BatchList.of([_batch(service, row) for row in rows], limit)
 
 
 @router.get("/{batch_id}", summary="Get a batch")

@@ -130,7 +130,7 @@ async def chat_completion(
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
-        metrics=picture_schemas.ChatMetrics(**_durations(pictures)),
+        metrics=picture_schemas.Durations(**_durations(pictures)),
         choices=[picture_schemas.ChatChoice(message=message)],
         warnings=None,
     )

@@ -84,9 +84,8 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
 async def list_videos(
     service: Service, limit: Limit = 20, order: Order = "desc", after: After = None
 ) -> schemas.VideoList:
-    page = _list(service, limit=limit, order=order, after=after, kind="video")
-    data = [schemas.Video.of(job) for job in page.data]
-    return schemas.VideoList(**dict(page) | {"data": data})
+    found = _list(service, limit=limit, order=order, after=after, kind="video")
+    return schemas.VideoList.of([schemas.Video.of(job) for job in found], limit)
 
 
 @jobs.get("", summary="List jobs")
@@ -100,7 +99,7 @@ async def list_jobs(
     favourite: Annotated[bool | None, Query(description="true: only favourites.")] = None,
 ) -> schemas.JobList:
     which = {"batch_id": batch_id, "has_ended": ended, "is_favourite": favourite}
-    return _list(service, limit=limit, order=order, after=after, **which)
+    return schemas.JobList.of(_list(service, limit=limit, order=order, after=after, **which), limit)
 
 
 @jobs.get("/archive", **sends("application/zip"), summary="Get the files of several jobs")
@@ -312,12 +311,15 @@ def _completed(record: ServedJob) -> ServedJob:
     return record
 
 
-def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> schemas.JobList:
+def _list(
+    service: JobService, *, limit: int, order: str, after: str | None, **which: Any
+) -> list[schemas.Job]:
+    """One more than the limit, if there are more."""
     if after is not None and service.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     which["owner"] = service.owner
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
-    return schemas.JobList(**schemas.page([service.served(one).job() for one in stored], limit))
+    return [service.served(one).job() for one in stored]
 
 
 def _file(service: JobService, record: ServedJob) -> Response:

@@ -39,14 +39,14 @@ def read_page() -> dict[str, tuple[bytes, str]]:
 
 
 @router.get("/health", summary="Does the server take jobs?")
-async def health(service: Service) -> server_schemas.Health:
+async def health(service: Service) -> dict[str, str]:
     """200 once jobs are accepted: clients that know no /ready wait for this."""
     service.check_ready()
-    return server_schemas.Health()
+    return {"status": "ok"}
 
 
 @router.get("/ready", summary="Are the models loaded, all workers up and the disk writable?")
-async def ready(service: Service) -> server_schemas.Ready:
+async def ready(service: Service) -> dict[str, str | int]:
     service.check_ready()
     try:
         await service.store.check_writable()
@@ -59,7 +59,7 @@ async def ready(service: Service) -> server_schemas.Ready:
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    return server_schemas.Ready(ranks=sum(rank.status != "retired" for rank in ranks))
+    return {"status": "ready", "ranks": sum(rank.status != "retired" for rank in ranks)}
 
 
 @router.get("/metrics", **sends("text/plain"), summary="Metrics for Prometheus")
@@ -70,8 +70,8 @@ async def metrics(request: Request, service: Service) -> Response:
 
 
 @router.get("/version", summary="Get the version")
-async def version(service: Service) -> server_schemas.Version:
-    return server_schemas.Version(version=service.mirror.version)
+async def version(service: Service) -> dict[str, str]:
+    return {"version": service.mirror.version}
 
 
 @router.get("/v1/models", summary="List models")
