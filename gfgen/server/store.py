@@ -537,4 +537,5 @@ def _kept(row: Sequence[Any]) -> StoredJob:
         return StoredJob(facts, None)
     met = None if met is None else bool(met)
     found = None if entry is None else dict(zip(_READ, json.loads(entry), strict=True))
-    return StoredJob(facts, Ending(facts.id, status, completed_at, started_at, size_bytes, met, *rest, found))
+    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, *rest, manifest=found)
+    return StoredJob(facts, ending)

@@ -16,7 +16,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
-from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
+from gfgen.server.protocol.link import ProgressUpdate, RunInfo
 from gfgen.server.shown.mirror import RunMirror
 from gfgen.server.shown.prometheus import ServerMetrics
 from gfgen.server.shown.served_job import ServedJob
@@ -239,7 +239,7 @@ def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(mirror):
     mirror.apply(ProgressUpdate((("a", 3, 10.0, 2.0, None),)))
     mirror.apply(Dispatch(7, record.task(2), Layout.single(0), 1.0, 1.0, 5.0))
     seen = mirror.state()
-    mirror.apply(PredictedEnds(((7, 25.0), (6, 99.0))))
+    mirror.apply(ProgressUpdate(ends=((7, 25.0), (6, 99.0))))
     mirror.forecast()
     (rank,) = change_between(seen, mirror.state()).ranks
     assert rank.task.predicted_end_at == START + 25.0

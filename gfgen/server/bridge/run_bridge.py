@@ -236,16 +236,13 @@ class RunBridge(Observer):
                 self._views[view.job_id] = view
                 index, remaining_s, write_s = view.next_task.index, view.remaining_s, view.write_s
                 rows.append((view.job_id, index, remaining_s, write_s, view.last_layout))
-        if rows:
-            self._note(messages.ProgressUpdate(tuple(rows)))
         numbers = {dispatch.task: number for number, dispatch in self.view.running.items()}
         running = [each for each in snapshot.running if each.task in numbers]
         ends = tuple((numbers[each.task], each.predicted_end_s) for each in running)
-        if ends != self._ends:
-            self._ends = ends
-            self._note(messages.PredictedEnds(ends))
-        self._note(messages.LoopTimings(self._longest_turn_s, self._num_turns))
-        self._longest_turn_s, self._num_turns = 0.0, 0
+        new_ends = () if ends == self._ends else ends
+        turns = self._longest_turn_s, self._num_turns
+        self._note(messages.ProgressUpdate(tuple(rows), new_ends, *turns))
+        self._ends, self._longest_turn_s, self._num_turns = ends, 0.0, 0
 
     def turned(self, took_s: float) -> None:
         self._longest_turn_s = max(self._longest_turn_s, took_s)

@@ -303,14 +303,6 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
-class _KeptFile(server_schemas.UploadedFile):
-    owner: str | None = None
-
-    @property
-    def public(self) -> server_schemas.UploadedFile:
-        return server_schemas.UploadedFile(**self.model_dump(exclude={"owner"}))
-
-
 class Uploads:
     """All methods read or write the disk. They raise OutputError if it is full."""
 
@@ -333,7 +325,7 @@ class Uploads:
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
-        file = _KeptFile(
+        file = server_schemas.UploadedFile(
             id=file_id,
             bytes=len(content),
             created_at=int(now),
@@ -343,7 +335,7 @@ class Uploads:
         )
         self._save(f"{file_id}.jsonl", content)
         self._save(f"{file_id}.json", file.model_dump_json().encode())
-        return file.public
+        return file
 
     def all(self) -> list[server_schemas.UploadedFile]:
         """Most recent first."""
@@ -355,10 +347,10 @@ class Uploads:
                 yield self.find(path.stem)
 
     def find(self, file_id: str) -> server_schemas.UploadedFile:
-        file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
+        file = server_schemas.UploadedFile.model_validate_json(self._read(file_id, ".json"))
         if self._owner not in (None, file.owner):
             raise no_file(file_id)
-        return file.public
+        return file
 
     def content(self, file_id: str) -> bytes:
         self.find(file_id)

@@ -84,10 +84,8 @@ class RunMirror:
             case link.ProgressUpdate():
                 for row in note.rows:
                     self._update_progress(*row)
-            case link.PredictedEnds():
                 self.run.renew_ends(note.ends)
-            case link.LoopTimings():
-                self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
+                self.longest_turn_s = max(self.longest_turn_s, note.longest_turn_s)
                 self.num_turns += note.num_turns
             case link.NodeRanks():
                 self.run.node_joined(note.node, note.ranks)
