@@ -27,8 +27,8 @@ from starlette.types import Receive, Scope, Send
 from gfgen.errors import OutputError
 from gfgen.job import images
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
-from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, bad
+from gfgen.server.protocol.server_schemas import BatchInput, Purpose, UploadedFile
 from gfgen.server.store import JobFacts, Store
 
 logger = logging.getLogger(__name__)
@@ -186,10 +186,7 @@ def _unlink(path: Path) -> None:
 
 
 def _clear(
-    folder: Path,
-    unwanted: Callable[[set[str]], set[str]],
-    *,
-    suffixes: tuple[str, ...] | None = None,
+    folder: Path, unwanted: Callable[[set[str]], set[str]], *, suffixes: tuple[str, ...] | None = None
 ) -> None:
     """Remove files that are named by an unwanted job id with one of these suffixes, or with any."""
     found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
@@ -316,16 +313,14 @@ class Uploads:
         uploads._owner = owner
         return uploads
 
-    def add(
-        self, content: bytes, *, filename: str, now: float, purpose: server_schemas.Purpose = "batch"
-    ) -> server_schemas.UploadedFile:
+    def add(self, content: bytes, *, filename: str, now: float, purpose: Purpose = "batch") -> UploadedFile:
         if purpose != "batch":
             checked_picture(content, param="file")
         used_bytes = sum(file.bytes for file in self._kept())
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
-        file = server_schemas.UploadedFile(
+        file = UploadedFile(
             id=file_id,
             bytes=len(content),
             created_at=int(now),
@@ -337,17 +332,17 @@ class Uploads:
         self._save(f"{file_id}.json", file.model_dump_json().encode())
         return file
 
-    def all(self) -> list[server_schemas.UploadedFile]:
+    def all(self) -> list[UploadedFile]:
         """Most recent first."""
         return sorted(self._kept(), key=lambda file: file.created_at, reverse=True)
 
-    def _kept(self) -> Iterator[server_schemas.UploadedFile]:
+    def _kept(self) -> Iterator[UploadedFile]:
         for path in self._folder.glob("*.json"):
             with suppress(ApiError):  # removed meanwhile, of another key, or the description of a batch
                 yield self.find(path.stem)
 
-    def find(self, file_id: str) -> server_schemas.UploadedFile:
-        file = server_schemas.UploadedFile.model_validate_json(self._read(file_id, ".json"))
+    def find(self, file_id: str) -> UploadedFile:
+        file = UploadedFile.model_validate_json(self._read(file_id, ".json"))
         if self._owner not in (None, file.owner):
             raise no_file(file_id)
         return file
@@ -361,20 +356,18 @@ class Uploads:
         for suffix in (".json", ".jsonl"):
             (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
 
-    def note_batch(self, batch_id: str, made_of: server_schemas.BatchInput) -> None:
+    def note_batch(self, batch_id: str, made_of: BatchInput) -> None:
         self._save(f"{batch_id}.json", made_of.model_dump_json().encode())
 
     def forget_batch(self, batch_id: str) -> None:
         (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
 
-    def batch(self, batch_id: str) -> server_schemas.BatchInput | None:
+    def batch(self, batch_id: str) -> BatchInput | None:
         """What a batch was made of; None for a batch of a job file."""
         if not _BATCH_ID.fullmatch(batch_id):
             return None
         try:
-            return server_schemas.BatchInput.model_validate_json(
-                (self._folder / f"{batch_id}.json").read_bytes()
-            )
+            return BatchInput.model_validate_json((self._folder / f"{batch_id}.json").read_bytes())
         except FileNotFoundError:
             return None
 

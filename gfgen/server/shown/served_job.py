@@ -9,7 +9,8 @@ from typing import Any
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
-from gfgen.server.protocol import schemas, server_schemas
+from gfgen.server.protocol import server_schemas
+from gfgen.server.protocol.schemas import Job, JobFailure, JobStatus, LayoutView
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.store import SHOWN, Ending, JobFacts
 from gfgen.snapshot import JobView
@@ -56,7 +57,7 @@ class ServedJob:
     """An accepted job. The mirror changes it while it is open; `end` makes it final."""
 
     facts: JobFacts
-    status: schemas.JobStatus = "queued"
+    status: JobStatus = "queued"
     next_index: int = 0
     stage: Stage | None = None
     is_writing: bool = False
@@ -77,8 +78,8 @@ class ServedJob:
     """For those who wait for nothing else."""
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
-    _job: schemas.Job | None = None
-    _shown: schemas.Job | None = None
+    _job: Job | None = None
+    _shown: Job | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -110,7 +111,7 @@ class ServedJob:
     def task(self, index: int) -> Task:
         return Trajectory(self.facts.id, self.facts.steps).task(index)
 
-    def shown(self) -> schemas.Job:
+    def shown(self) -> Job:
         """The job in the live state: with a short prompt, and the same object until the next change."""
         if self._shown is None:
             job = self.job()
@@ -129,18 +130,18 @@ class ServedJob:
         self.is_writing = False
         self.changed()
 
-    def job(self) -> schemas.Job:
+    def job(self) -> Job:
         """The job as in responses, the same object until the next change."""
         if self._job is None:
             self._job = self._make_job()
         return self._job
 
-    def _make_job(self) -> schemas.Job:
+    def _make_job(self) -> Job:
         facts, ending, url = self.facts, self.ending, self.content_url
         made = {} if ending is None else ending.manifest or {}
         timings = made.get("timings") or {"rank_s": self.rank_s}
         has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
-        return schemas.Job(
+        return Job(
             id=facts.id,
             object=facts.kind,
             **{name: getattr(facts, name) for name in _SAME},
@@ -216,10 +217,8 @@ class ServedJob:
         return [event for event in self.events if event.number > number]
 
 
-def layout_view(layout: Layout) -> schemas.LayoutView:
-    return schemas.LayoutView(
-        ranks=list(layout.ranks), cfg=layout.cfg, ulysses=layout.ulysses, ring=layout.ring
-    )
+def layout_view(layout: Layout) -> LayoutView:
+    return LayoutView(ranks=list(layout.ranks), cfg=layout.cfg, ulysses=layout.ulysses, ring=layout.ring)
 
 
 def rounded(moment: float | None) -> float | None:
@@ -227,7 +226,7 @@ def rounded(moment: float | None) -> float | None:
     return None if moment is None else round(moment, 3)
 
 
-def _failure(ending: Ending | None) -> schemas.JobFailure | None:
+def _failure(ending: Ending | None) -> JobFailure | None:
     if ending is None or ending.error_code is None:
         return None
-    return schemas.JobFailure(code=ending.error_code, message=ending.error_message or "")
+    return JobFailure(code=ending.error_code, message=ending.error_message or "")
