@@ -35,10 +35,8 @@ KEPT_REQUESTS_S = DAY_S
 ROOM_BYTES = 2**20
 """Without this much a server counts as full: the next request may need it."""
 MAX_GROUP = 256
-SHOWN = ("peak_memory_mb", "steps_reused")
-"""Keys of a manifest entry that responses have too."""
-_READ = ("timings", "shape", *SHOWN)
-"""Those that are read back."""
+_READ = ("timings", "shape", "peak_memory_mb", "steps_reused")
+"""Keys of a manifest entry that responses need."""
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 _Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -531,11 +529,11 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    text, status, completed_at, started_at, size_bytes, met, *rest, entry = row
+    text, status, completed_at, started_at, size_bytes, met, step, code, message, entry = row
     facts = _facts(text)
     if status == "open":
         return StoredJob(facts, None)
     met = None if met is None else bool(met)
     found = None if entry is None else dict(zip(_READ, json.loads(entry), strict=True))
-    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, *rest, manifest=found)
+    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message, found)
     return StoredJob(facts, ending)

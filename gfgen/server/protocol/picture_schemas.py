@@ -127,7 +127,7 @@ class CompletedImage(ImageEvent):
     type: Literal["image_generation.completed", "image_edit.completed"]
     model: str = Field(description="The one that made it.")
     seed: int
-    usage: dict[str, Any] = Field(_USAGE, description=NO_TOKENS)
+    usage: dict[str, Any] = Field(default=_USAGE, description=NO_TOKENS)
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -261,7 +261,7 @@ class ChatCompletion(ResponseModel):
     model: str
     choices: list[ChatChoice]
     usage: dict[str, int] = Field(
-        {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}, description=NO_TOKENS
+        default={"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}, description=NO_TOKENS
     )
     metrics: Durations
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")

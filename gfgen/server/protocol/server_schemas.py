@@ -374,7 +374,7 @@ class UploadedFile(ResponseModel):
     filename: str
     purpose: Literal[Purpose, "batch_output"] = "batch"
     status: Literal["processed"] = "processed"
-    owner: str | None = Field(None, description="Name of the API key that it came with.")
+    owner: str | None = Field(default=None, description="Name of the API key that it came with.")
 
 
 class UploadedFiles(ResponseModel):
