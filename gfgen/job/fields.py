@@ -62,7 +62,6 @@ MIN_YEAR, MAX_YEAR = 1971, 9000
 MAX_DURATION_S = 365 * 86_400
 MAX_WHOLE_FLOAT = 2**53
 """Above it, a float cannot represent every whole number."""
-MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
 IF_LATE = "if-late"
@@ -594,15 +593,12 @@ def suggestion(name: str, fields: Collection[str]) -> str | None:
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
-    for name in unknown[:MAX_UNKNOWN_REPORTED]:
+    for name in unknown:
         hint = suggestion(name, FIELDS)
         if name == "defaults":
             hint = 'the first line of a file may be {"defaults": {...}}, with nothing else on it'
         accepted = f"not a field; {hint}" if hint else "not a field"
         yield Problem(None, plain_name(name), None, accepted, note=None if hint else ALL_FIELDS)
-    if len(unknown) > MAX_UNKNOWN_REPORTED:
-        more = len(unknown) - MAX_UNKNOWN_REPORTED
-        yield Problem(None, None, None, f"{more:,} more unknown fields")
 
 
 def _join_shape(values: dict[str, Any], mapping: Mapping[str, object]) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ async def create_video_and_wait(request: Request, service: Service) -> Response:
     body = await read_body(request, service=service)
     ids, _ = await _take_video(request, service, body)
     await results(request, service, ids)
-    return _file(service, _completed(_known(service, ids[0])))
+    return _file(service, _completed(service, _known(service, ids[0])))
 
 
 @videos.get("", summary="List videos")
@@ -105,7 +105,7 @@ async def list_jobs(
 @jobs.get("/archive", **sends("application/zip"), summary="Get the files of several jobs")
 async def get_archive(service: Service, ids: Annotated[str, Query(max_length=3_100)]) -> Response:
     """A ZIP file with the results of about 100 jobs, whose ids have commas between them."""
-    found = [_completed(_known(service, each)) for each in dict.fromkeys(ids.split(","))]
+    found = [_completed(service, _known(service, each)) for each in dict.fromkeys(ids.split(","))]
     paths = [service.folder.result(each.facts) for each in found]
     headers = {"Content-Disposition": 'attachment; filename="gfgen.zip"'}
     return StreamingResponse(files.zipped(paths), media_type="application/zip", headers=headers)
@@ -159,7 +159,7 @@ _PREVIEW["responses"][204] = {"description": "There is none now."}
 @videos.get("/{job_id}/content", **_FILE)
 async def get_video_content(service: Service, record: Record, variant: Variant = None) -> Response:
     """The finished video or its thumbnail."""
-    return await _content(service, _completed(record), variant)
+    return await _content(service, _completed(service, record), variant)
 
 
 @jobs.get("/{job_id}/content", **_FILE)
@@ -173,7 +173,7 @@ async def get_job_content(
     quality: Annotated[int | None, Query(ge=0, le=100, description="Of a JPEG or WebP file. [95]")] = None,
 ) -> Response:
     """The finished picture or video, or its thumbnail."""
-    record = _completed(record)
+    record = _completed(service, record)
     if format in (None, "png") or variant == "thumbnail" or record.facts.kind == "video":
         return await _content(service, record, variant)
     content = await files.picture_as(service.folder.result(record.facts), str(format), quality)
@@ -301,8 +301,10 @@ def _known(service: JobService, job_id: str, *, only_videos: bool = False) -> Se
     return record
 
 
-def _completed(record: ServedJob) -> ServedJob:
+def _completed(service: JobService, record: ServedJob) -> ServedJob:
     job_id = record.facts.id
+    if not record.has_ended and (stored := service.store.job(job_id)) is not None:
+        record = service.served(stored)
     if record.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     if record.status != "completed":

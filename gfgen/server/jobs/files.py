@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable, Response
+from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
+from starlette.staticfiles import NotModifiedResponse
 from starlette.types import Receive, Scope, Send
 
 from gfgen.errors import OutputError
@@ -231,8 +232,7 @@ class StoredFile(FileResponse):
             if Headers(scope=scope).get("if-none-match") != self.headers["etag"]:
                 await super().__call__(scope, receive, send)
                 return
-            kept = {name: self.headers[name] for name in ("etag", "last-modified", "cache-control")}
-            await Response(status_code=304, headers=kept)(scope, receive, send)
+            await NotModifiedResponse(self.headers)(scope, receive, send)
 
     @classmethod
     def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:

@@ -302,9 +302,9 @@ class JobService:
         return self.owner in (None, owner)
 
     def served(self, stored: StoredJob) -> ServedJob:
-        """A job of the store. It counts as queued if it is open while the server is loading."""
+        """A job of the store, which knows an end first. An open one is queued while the server loads."""
         record = self.mirror.find(stored.facts.id)
-        if record is None:
+        if record is None or (stored.ending is not None and not record.has_ended):
             record = ServedJob(stored.facts)
             if stored.ending is not None:
                 record.end(stored.ending, expires_at=stored.ending.completed_at + self.limits.keep_s)
