@@ -35,8 +35,9 @@ KEPT_REQUESTS_S = DAY_S
 ROOM_BYTES = 2**20
 """Without this much a server counts as full: the next request may need it."""
 MAX_GROUP = 256
-_READ = ("timings", "shape", "peak_memory_mb", "steps_reused")
-"""Keys of a manifest entry that responses need."""
+SHOWN = ("peak_memory_mb", "steps_reused")
+"""Keys of a manifest entry that responses have too."""
+_READ = ("timings", "shape", *SHOWN)
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 _Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]

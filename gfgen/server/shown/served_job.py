@@ -12,7 +12,7 @@ from gfgen.layout import Layout
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.schemas import Job, JobFailure, JobStatus, LayoutView
 from gfgen.server.shown.previews import FIRST_STEP
-from gfgen.server.store import Ending, JobFacts
+from gfgen.server.store import SHOWN, Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
@@ -140,6 +140,7 @@ class ServedJob:
         facts, ending, url = self.facts, self.ending, self.content_url
         made = {} if ending is None else ending.manifest or {}
         timings = made.get("timings") or {"rank_s": self.rank_s}
+        shown: dict[str, Any] = {name: made.get(name) for name in SHOWN}
         has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
         return Job(
             id=facts.id,
@@ -165,8 +166,7 @@ class ServedJob:
             inference_time_s=self._inference_s(),
             stage_durations=timings.get("stages_s"),
             rank_s=round(timings.get("rank_s") or 0.0, 3),
-            peak_memory_mb=made.get("peak_memory_mb"),
-            steps_reused=made.get("steps_reused"),
+            **shown,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
             preview_url=f"/v1/jobs/{facts.id}/preview" if has_preview else None,
