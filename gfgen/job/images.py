@@ -7,6 +7,7 @@ import functools
 import hashlib
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -269,6 +270,9 @@ USUAL_NAME = "pytorch_lora_weights.safetensors"
 MARKS = ("lora", "lokr")
 """In names of a LoRA's tensors, in every format that diffusers converts."""
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
+_EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
+"""By type of number: how its bits are read, and those that are all set in NaN and infinity."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 NO_PICKLE = "is a pickle, which can run code when it is read; convert it to .safetensors"
 
@@ -342,15 +346,13 @@ def _check_file(path: Path) -> str:
         raise LoraError(f"{path} {NO_PICKLE}")
     try:
         with safe_open(path, framework="np") as tensors:
-            kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+            names = list(tensors.keys())
     except SafetensorError as error:
         raise LoraError(f"{path} is no whole safetensors file ({error})") from None
-    if not any(mark in name for name in kinds for mark in MARKS):
-        example = f", but such as {next(iter(kinds))}" if kinds else ""
+    if not any(mark in name for name in names for mark in MARKS):
+        example = f", but such as {names[0]}" if names else ""
         raise LoraError(f"{path} is no LoRA: none of its tensors is named like one{example}")
-    for name, kind in kinds.items():
-        if "F" not in kind and not name.endswith("alpha"):
-            raise LoraError(f"{path}: {name} has the type {kind}; floating-point numbers are accepted")
+    _check_numbers(path)
     return lora_sha256(path)
 
 
@@ -367,3 +369,22 @@ def lora_sha256(path: Path) -> str:
     if (settings := settings_file(path)) is not None:
         digest.update(settings.read_bytes())
     return digest.hexdigest()
+
+
+def _check_numbers(path: Path) -> None:
+    """Raises: LoraError for tensors of whole numbers, and for NaN and infinity."""
+    import numpy as np
+
+    with path.open("rb") as file:
+        start = 8 + (length := int.from_bytes(file.read(8), "little"))
+        entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
+    content = np.memmap(path, mode="r")
+    for name, entry in entries.items():
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        if (kind := _EXPONENTS.get(entry["dtype"])) is not None:
+            bits = content[begin:end].view(kind[0])
+            if np.any((bits & kind[1]) == kind[1]):
+                raise LoraError(f"{path}: {name} has NaN or infinity")
+        elif not name.endswith("alpha"):
+            accepted = "floating-point numbers are accepted"
+            raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
