@@ -77,6 +77,8 @@ class JobView:
     """Whether `next_task` is one of them."""
     write_s: float = 0.0
     """Predicted time from the end of its decode to its file."""
+    num_refined: int = 0
+    """Last steps of the whole job that are of a second pass, with a cost of their own."""
     due_s: float = field(init=False)
     """When its decode is due: `deadline_s` less `write_s`."""
 
@@ -92,7 +94,7 @@ class JobView:
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step, or a decode."""
         match self.next_task.stage:
-            case Stage.DENOISE | Stage.APPROXIMATE:
+            case stage if stage in STEPS:
                 return self.step_degree
             case Stage.DECODE:
                 return self.max_decode_degree

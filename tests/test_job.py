@@ -780,6 +780,6 @@ class TestDocumentation:
     def test_the_fields_are_frozen(self) -> None:
         expected = """id prompt negative_prompt prompt_syntax model size width height frames fps steps
             guidance_scale guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image background
-            args files scheduler lora sigmas recipe reuse deadline arrival timeout priority tag output format
-            quality"""
+            args files scheduler lora sigmas recipe reuse upscale upscale_strength upscale_steps deadline
+            arrival timeout priority tag output format quality"""
         assert list(FIELDS) == expected.split()

@@ -364,6 +364,9 @@ def test_fields_of_a_job():
         "sigmas",
         "recipe",
         "reuse",
+        "upscale",
+        "upscale_strength",
+        "upscale_steps",
         "deadline",
         "arrival",
         "timeout",
@@ -471,7 +474,7 @@ def test_fields_of_a_profile():
 
 
 def test_the_stages_are_what_journals_profiles_and_traces_call_them():
-    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "decode"]
+    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "refine", "decode"]
 
 
 def test_what_a_policy_sees():
@@ -520,5 +523,6 @@ def test_what_a_policy_sees():
         "saving_s",
         "may_approximate",
         "write_s",
+        "num_refined",
         "due_s",
     ]

@@ -146,8 +146,7 @@ def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
 def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
     """Warm-up jobs with prompts of the same length, on which graphs may depend."""
     return [
-        new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
-        for entry in plan
+        new_copy_of(entry.job, "warm-up", entry.job.spec.steps or 0, occasion="warm-up") for entry in plan
     ]
 
 

@@ -123,7 +123,8 @@ def copy_of(
         timeout_s=None,
         priority=priority,
     )
-    trajectory = Trajectory(job_id, steps, job.trajectory.artifacts)
+    artifacts, number = job.trajectory.artifacts, job.trajectory.num_refined
+    trajectory = Trajectory(job_id, steps + number, artifacts, num_refined=number)
     suffix = Path(job.info.file).suffix
     info = replace(
         job.info,

@@ -324,7 +324,8 @@ def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
 
 
 def _parts_of(steps: Trajectory) -> tuple[Any, ...]:
-    return steps.job_id, steps.num_steps, steps.artifacts, steps.approximate, steps.approximable
+    of_steps = steps.approximate, steps.approximable, steps.num_refined
+    return steps.job_id, steps.num_steps, steps.artifacts, *of_steps
 
 
 class WholeJobCosts(CostModel):

@@ -44,6 +44,7 @@ MIN_FPS, MAX_FPS = 0.1, 240
 MAX_SCALE = 100
 """Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
 MAX_SHIFT = 100
+MAX_UPSCALE = 8
 MAX_SIGMA = 1_000
 """Schedulers of the EDM kind begin at 80; others at 1."""
 MAX_OBJECT_CHARS = 20_000
@@ -513,6 +514,9 @@ FIELDS: dict[str, Field] = {
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("recipe", RECIPE_ACCEPTED, _parse_recipe, {"anyOf": [STRING, {"type": "object"}]}),
         Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
+        in_range("upscale", 1, MAX_UPSCALE),
+        in_range("upscale_strength", 0.01, 1),
+        in_range("upscale_steps", 1, MAX_STEPS, is_whole=True),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),

@@ -118,7 +118,7 @@ class _RankClaims:
     ) -> float | None:
         """When the island has all ranks for a step; None if the step should not wait for them."""
         num_missing = wanted - num_unheld
-        if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
+        if num_missing <= 0 or job.next_task.stage not in (Stage.DENOISE, Stage.REFINE):
             return None
         now_s = self._snapshot.now_s
         ends_s = [  # the end of an overdue task cannot be predicted

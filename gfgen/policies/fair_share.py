@@ -148,7 +148,8 @@ class _Swaps:
         if job is None or job.switch_s < NOTABLE * job.remaining_s:
             return decision
         held = self._held(job.model, decision.layout)
-        if held == {job.patches} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
+        is_step = job.next_task.stage in (Stage.DENOISE, Stage.REFINE)
+        if held == {job.patches} or (job.next_task.index > 0 and not is_step):
             return decision
         for patches in self._preferred(job, held):
             if patches == job.patches:

@@ -186,6 +186,7 @@ class JobRecord:
             saving_s=saving_s,
             may_approximate=num_approximable > 0 and trajectory.variant(task) is not None,
             write_s=cost_class.write_s,
+            num_refined=trajectory.num_refined,
         )
         return self._view
 

@@ -54,7 +54,8 @@ class JobInfo:
     def difference(self, made: tuple[int, int, int]) -> str | None:
         """How frames, height and width of its files differ from those that it ran with; None if equal."""
         frames, height, width = made
-        asked = (self.spec.frames or 1, self.spec.height or height, self.spec.width or width)
+        own = self.spec.made_size
+        asked = (self.spec.frames or 1, own[1] or height, own[0] or width)
         if (frames, height, width) == asked:
             return None
         wanted = f"{self.spec.size_text} with {self.spec.frames or 1} frames"

@@ -386,7 +386,7 @@ def _with_options(job: JobView, index: int) -> JobView:
 class KindCosts:
     stages_s: dict[Stage, float]
     steps_s: dict[Degrees, float]
-    """A step, by degrees; the mean of all steps if some are approximate."""
+    """A step, by degrees; the mean of all steps if some are approximate, or of a second pass."""
     decodes_s: dict[int, float]
     """A decode, by the number of ranks that it may use."""
     approximate_s: float = 0.0
@@ -418,7 +418,7 @@ class RolloutCosts:
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kinds[task.job_id]]
         match task.stage:
-            case Stage.DENOISE | Stage.APPROXIMATE:
+            case stage if stage in STEPS:
                 return self._step_s(costs, layout.degrees)
             case Stage.DECODE:
                 return self._decode_s(costs, layout.degree)
@@ -485,10 +485,13 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
     def step_s(layout: Layout) -> float:
         most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
         full_s = max(task_s(2, layout), task_s(2, _ONE_RANK) / most)
-        return full_s + share * (approximate_s - full_s)
+        refined_s = snapshot.costs.task_s(refined, layout) if job.num_refined else full_s
+        return full_s + share * (approximate_s - full_s) + refined_share * (refined_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
-    share, approximate_s = job.num_approximate / max(1, job.num_tasks - 3), 0.0
+    refined, num_steps = replace(task_at(job, 2), stage=Stage.REFINE), max(1, job.num_tasks - 3)
+    refined_share = job.num_refined / num_steps
+    share, approximate_s = job.num_approximate / num_steps, 0.0
     if job.num_approximate or job.num_approximable:
         approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, _ONE_RANK)
     return KindCosts(

@@ -237,7 +237,7 @@ def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> di
         case Stage.PREPARE:
             condition, latents = adapter.prepare(spec, artifacts["prompt"])
             return {"condition": condition, "latents": latents}
-        case Stage.DENOISE:
+        case Stage.DENOISE | Stage.REFINE:
             assert task.step is not None
             return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
         case Stage.APPROXIMATE:

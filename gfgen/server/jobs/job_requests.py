@@ -138,7 +138,7 @@ def image_jobs(
 ) -> list[RequestedJob]:
     """One job per picture; each after the first has the next seed. `pictures` are those to begin with, and
     `mask` is white where the first of them is painted."""
-    job, words = request.job, {**request.names, "files.image": "image"}
+    job, words = request.job, {**request.names, "files.image": "image", **request.other_names}
     is_several = len(pictures) > 1
 
     def takes(model: ServedModel) -> bool:
@@ -469,7 +469,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         model=run.model or "",
         prompt=run.prompt,
         size=run.size_text,
-        steps=run.steps or 0,
+        steps=job.trajectory.num_steps,
         seed=run.seed or 0,
         created_at=now,
         arrives_at=arrives_at,

@@ -458,7 +458,7 @@ class RunFollower:
             started_at=None if outcome.started_s is None else self._mirror.run.at(outcome.started_s),
             size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
-            step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
+            step=outcome.info.num_tasks - 3 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
             manifest=manifest_entry(outcome, written_at=self._service.now()),

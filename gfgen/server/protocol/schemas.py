@@ -27,7 +27,7 @@ from gfgen.job.shared import value_of
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
 RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
-StageName = Literal["encode", "prepare", "denoise", "reuse", "decode", "write"]
+StageName = Literal["encode", "prepare", "denoise", "reuse", "refine", "decode", "write"]
 MediaKind = Literal["video", "image"]
 BatchEndpoint = Literal["/v1/images/generations", "/v1/chat/completions", "/v1/videos"]
 
