@@ -108,9 +108,11 @@ def images(
 )
 async def complete_chat(request: Request, service: Service) -> Response:
     """The prompt is the text of the last message of the user, which may also have pictures to begin with.
-    Earlier messages have no effect."""
+    Earlier messages have no effect, which `warnings` say."""
     body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
+    if sum(each.role in ("user", "assistant") for each in asked_for.messages) > 1:
+        warnings.append("messages: earlier messages and their pictures have no effect")
     ids = await take_images(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)

@@ -178,7 +178,9 @@ def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = picture_schemas.ResponseRequest
     request = checked(kind, {name: values.get(name) for name in kind.model_fields})
     tools = [tool for tool in request.tools or () if tool.get("type") == "image_generation"]
-    if not tools or request.tool_choice == "none":
+    choice = request.tool_choice
+    chosen = choice.get("type") if isinstance(choice, Mapping) else choice
+    if not tools or chosen not in (None, "auto", "required", "image_generation", "allowed_tools"):
         raise bad("tools", 'this server makes pictures, no texts; give [{"type": "image_generation"}]')
     if len(tools) > 1:
         raise bad("tools", f"{len(tools)} of type image_generation; give one")
@@ -192,6 +194,7 @@ def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
         raise bad("input", "has no text of the user, which is the prompt")
     taken = {*kind.model_fields, *kind.ignored, "prompt"}
     fields = {name: value for name, value in values.items() if name not in taken}
+    fields |= {f"tools.{each.get('type')}": each for each in request.tools or () if each is not tool}
     for name in tool.keys() - {"type", "action", "model"}:
         fields[f"tools.{name}" if name in taken - {"background"} else name] = tool[name]
     model = tool.get("model") or request.model
