@@ -181,7 +181,7 @@ def replace_id(job: AdmittedJob, job_id: str) -> AdmittedJob:
         ("StableDiffusionXLInpaintPipeline", {}, "needs image to image"),
         ("StableDiffusionXLPipeline", {"sigmas": [1.0, 0.5]}, "its steps are others than those of sigmas"),
         ("StableDiffusionXLPipeline", {"args": {"num_images_per_prompt": 2}}, "takes one picture"),
-        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps, upscale_strength 0.4 is none"),
+        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps its upscale_strength is none"),
         ("StableDiffusionXLPipeline", {"width": 4096, "height": 6000}, "to 8192x8192 pixels are accepted"),
         ("StableDiffusionXLPipeline", {"upscale": None, "upscale_steps": 2}, "belongs to upscale"),
         (

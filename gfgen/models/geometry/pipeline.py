@@ -149,9 +149,8 @@ class PipelineGeometry:
             if (side := getattr(filled, name)) is not None:
                 filled = rules.changed(filled, **{name: rules.floor_to_multiple(side, self.multiple)})
         filled = with_second_pass(filled, multiple=self.multiple)
-        problems += second_pass_problems(
-            filled, self.signature, is_picture=not self.has_alpha and not self._makes_videos
-        )
+        may_refine = not self.has_alpha and not self._makes_videos
+        problems += second_pass_problems(filled, self.signature, is_picture=may_refine)
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
@@ -165,12 +164,10 @@ class PipelineGeometry:
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         pictures = rules.known(spec.frames) * num_pictures(spec.args)
-        pixel_bytes = (4 if self.has_alpha else 3) * spec.sample_bytes
+        pixels = pictures * math.prod(spec.enlarged or _size(spec))
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
-            Artifact(
-                "frames", (), room_bytes=pictures * math.prod(spec.enlarged or _size(spec)) * pixel_bytes
-            ),
+            Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
         return with_refined(with_reuse(trajectory, spec, output=None), spec)

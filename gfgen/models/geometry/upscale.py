@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from gfgen.errors import Problem
 from gfgen.graph import Trajectory
@@ -38,23 +39,17 @@ def _sibling(name: str) -> CallSignature | None:
 
 def with_second_pass(spec: JobSpec, *, multiple: int) -> JobSpec:
     """The job with defaults of its second pass, and the size of that, rounded down to a multiple."""
-    if spec.upscale is None or spec.width is None or spec.height is None:
+    if (factor := spec.upscale) is None or spec.width is None or spec.height is None:
         return spec
-    width, height = (
-        int(side * spec.upscale + 1e-6) // multiple * multiple for side in (spec.width, spec.height)
-    )
-    strength = DEFAULT_STRENGTH if spec.upscale_strength is None else spec.upscale_strength
-    steps = spec.upscale_steps or spec.steps
+    width, height = (int(side * factor + 1e-6) // multiple * multiple for side in (spec.width, spec.height))
+    strength, steps = spec.upscale_strength or DEFAULT_STRENGTH, spec.upscale_steps or spec.steps
     return rules.changed(spec, enlarged=(width, height), upscale_strength=strength, upscale_steps=steps)
 
 
 def num_refined(spec: JobSpec) -> int:
     """Steps of a job's second pass, and one that begins it: decodes, enlarges, and encodes again."""
-    return 1 + _num_iterations(spec) if spec.enlarged else 0
-
-
-def _num_iterations(spec: JobSpec) -> int:
-    return int(rules.known(spec.upscale_steps) * rules.known(spec.upscale_strength) + 1e-6)
+    iterations = (spec.upscale_steps or 0) * (spec.upscale_strength or 0)
+    return 1 + int(iterations + 1e-6) if spec.enlarged else 0
 
 
 def with_refined(trajectory: Trajectory, spec: JobSpec) -> Trajectory:
@@ -65,6 +60,7 @@ def with_refined(trajectory: Trajectory, spec: JobSpec) -> Trajectory:
 def second_pass(spec: JobSpec, call: CallSignature) -> JobSpec:
     """The job that makes the same picture from that of the first pass, which stands in `image`."""
     width, height = spec.made_size if "width" in call.arguments else (None, None)
+    nothing: dict[str, Any] = dict.fromkeys((*UPSCALE_FIELDS, "enlarged"))
     return replace(
         spec,
         width=width,
@@ -74,7 +70,7 @@ def second_pass(spec: JobSpec, call: CallSignature) -> JobSpec:
         args={**(spec.args or {}), "strength": spec.upscale_strength},
         image=_PICTURE,
         reuse=None,
-        **dict.fromkeys((*UPSCALE_FIELDS, "enlarged")),
+        **nothing,
     )
 
 
@@ -93,10 +89,8 @@ def second_pass_problems(spec: JobSpec, first: CallSignature, *, is_picture: boo
         reason = "the second pass takes one picture; leave out args.num_images_per_prompt"
     elif spec.sigmas is not None:
         reason = "its steps are others than those of sigmas; leave one out"
-    elif not _num_iterations(spec):
-        reason = (
-            f"of {spec.upscale_steps} steps, upscale_strength {spec.upscale_strength:g} is none; raise one"
-        )
+    elif num_refined(spec) == 1:
+        reason = f"of {spec.upscale_steps} steps its upscale_strength is none; raise one"
     if reason is not None or call is None:
         yield Problem.of("upscale", f"{spec.upscale:g}", reason or "")
         return
