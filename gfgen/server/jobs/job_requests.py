@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -494,7 +494,8 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
     stored = replace(spec, owner=run.owner, seed=run.seed, line=None, image=None, **due)
     if spec.files is not None:  # the folder may move
         stored = replace(stored, files=texts_by(lambda path: Path(path).name, spec.files))
-    return facts, {name: value for name, value in asdict(stored).items() if value is not None}
+    said = ((each.name, getattr(stored, each.name)) for each in fields(stored))
+    return facts, {name: value for name, value in said if value is not None}
 
 
 def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, inputs: Path, now: float) -> JobSpec:
