@@ -257,6 +257,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == sorted(
         [
+            "--attention",
             "--batch",
             "--json",
             "--memory",
@@ -264,6 +265,7 @@ def test_options_of_the_other_commands():
             "--nodes",
             "--output",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             "-o",
@@ -273,6 +275,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plan")) == sorted(
         [
             "--at",
+            "--attention",
             "--batch",
             "--by",
             "--json",
@@ -280,6 +283,7 @@ def test_options_of_the_other_commands():
             "--model",
             "--nodes",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             *JOBS,

@@ -171,11 +171,14 @@ class SimulatedMemory:
     reads_s: Mapping[str, float] = field(default_factory=dict)  # as in `RunStart`
     streamed: Mapping[str, int] = field(default_factory=dict)
     """Bytes in main memory of models that do not fit as a whole."""
+    precision: Precision = Precision()
 
     @classmethod
-    def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
+    def of(
+        cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str, precision: Precision
+    ) -> SimulatedMemory:
         room_bytes = None if memory is None else parse_memory(memory)
-        gpus = _memory(1, room_bytes, jobs)
+        gpus = _memory(1, room_bytes, jobs, precision)
         weights = gpus.weights({job.checkpoint for job in jobs})
         if room_bytes is not None:
             _, too_large = gpus.on_gpus(jobs, weights)
@@ -184,12 +187,12 @@ class SimulatedMemory:
         reads_s = gpus.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
         sizes = {model_name(path): gpus.placement(path).streamed_bytes for path in sorted(weights)}
         streamed = {name: size for name, size in sizes.items() if size}
-        return cls(jobs, weights, room_bytes, reads_s, streamed)
+        return cls(jobs, weights, room_bytes, reads_s, streamed, precision)
 
     def residency(self, num_ranks: int) -> Residency | None:
         if self.room_bytes is None:
             return None
-        return _memory(num_ranks, self.room_bytes, self.jobs).residency(self.jobs)
+        return _memory(num_ranks, self.room_bytes, self.jobs, self.precision).residency(self.jobs)
 
     def in_words(self, num_ranks: int, profile: Profile) -> str | None:
         """What is assumed; None with one model that fits, or if all models are known to fit."""
@@ -215,10 +218,12 @@ class SimulatedMemory:
         )
 
 
-def _memory(num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob]) -> GpuMemory:
+def _memory(
+    num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob], precision: Precision
+) -> GpuMemory:
     devices, known = Devices(CUDA, num_ranks, memory_limit=room_bytes), find_profile(gpu_name())
     profile = NO_PROFILE if known is None else known[1]
-    found = GpuMemory(devices=devices, has_random_weights=True, profile=profile)
+    found = GpuMemory(devices=devices, has_random_weights=True, profile=profile, precision=precision)
     found.note(jobs)
     return found
 
