@@ -21,8 +21,8 @@ SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
 """The numbers that a job may leave to its model."""
 UPSCALE_FIELDS = ("upscale", "upscale_strength", "upscale_steps")
-PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas")
-"""What a job says to the call of its diffusers pipeline, beyond the fields of all models."""
+PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas", *UPSCALE_FIELDS)
+"""What a job says to the calls of its diffusers pipeline, beyond the fields of all models."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mov")
@@ -176,6 +176,12 @@ class JobSpec:
     def sample_bytes(self) -> int:
         """Bytes of one colour of a pixel in its file."""
         return 2 if self.format == "png16" else 1
+
+    @property
+    def num_refined(self) -> int:
+        """Steps of its second pass as run, and one that begins it: decodes, enlarges, and encodes again."""
+        iterations = (self.upscale_steps or 0) * (self.upscale_strength or 0)
+        return 1 + int(iterations + 1e-6) if self.enlarged else 0
 
     @property
     def made_size(self) -> tuple[int, int]:

@@ -189,6 +189,7 @@ def test_a_second_pass_is_a_field_of_its_job() -> None:
         steps = second_pass(denoising_strength=part / 20)["upscale_steps"]
         assert int(steps * part / 20 + 1e-9) == 20
     assert second_pass(denoising_strength=0.5, hr_second_pass_steps=8)["upscale_steps"] == 16
+    assert second_pass(denoising_strength=1e-300)["upscale_steps"] == 1000
     assert second_pass(hr_resize_x=768)["upscale"] == second_pass(hr_resize_y=1152)["upscale"] == 1.5
     assert second_pass(hr_resize_x=768, hr_resize_y=1152)["upscale"] == 1.5
     assert second_pass(enable_hr=False, denoising_strength=0.5) == {"args": {"strength": 0.5}}

@@ -175,7 +175,12 @@ class SimulatedMemory:
 
     @classmethod
     def of(
-        cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str, precision: Precision
+        cls,
+        jobs: Sequence[AdmittedJob],
+        memory: str | None,
+        *,
+        source: str,
+        precision: Precision = Precision(),
     ) -> SimulatedMemory:
         room_bytes = None if memory is None else parse_memory(memory)
         gpus = _memory(1, room_bytes, jobs, precision)

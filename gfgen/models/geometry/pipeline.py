@@ -25,7 +25,7 @@ from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.rules import evaluations_key, with_known_scheduler
-from gfgen.models.geometry.upscale import num_refined, second_pass_problems, with_refined, with_second_pass
+from gfgen.models.geometry.upscale import second_pass_problems, with_refined, with_second_pass
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -197,7 +197,7 @@ class PipelineGeometry:
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
         size += ("+cfg" if self.is_guided(spec) else "") + evaluations_key(spec)
-        size += f"+after={spec.width}x{spec.height}x{num_refined(spec)}" if spec.enlarged else ""
+        size += f"+after={spec.width}x{spec.height}x{spec.num_refined}" if spec.enlarged else ""
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))

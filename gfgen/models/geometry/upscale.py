@@ -46,15 +46,9 @@ def with_second_pass(spec: JobSpec, *, multiple: int) -> JobSpec:
     return rules.changed(spec, enlarged=(width, height), upscale_strength=strength, upscale_steps=steps)
 
 
-def num_refined(spec: JobSpec) -> int:
-    """Steps of a job's second pass, and one that begins it: decodes, enlarges, and encodes again."""
-    iterations = (spec.upscale_steps or 0) * (spec.upscale_strength or 0)
-    return 1 + int(iterations + 1e-6) if spec.enlarged else 0
-
-
 def with_refined(trajectory: Trajectory, spec: JobSpec) -> Trajectory:
-    number = num_refined(spec)
-    return replace(trajectory, num_steps=trajectory.num_steps + number, num_refined=number)
+    num_steps = trajectory.num_steps + spec.num_refined
+    return replace(trajectory, num_steps=num_steps, num_refined=spec.num_refined)
 
 
 def second_pass(spec: JobSpec, call: CallSignature) -> JobSpec:
@@ -89,7 +83,7 @@ def second_pass_problems(spec: JobSpec, first: CallSignature, *, is_picture: boo
         reason = "the second pass takes one picture; leave out args.num_images_per_prompt"
     elif spec.sigmas is not None:
         reason = "its steps are others than those of sigmas; leave one out"
-    elif num_refined(spec) == 1:
+    elif spec.num_refined == 1:
         reason = f"of {spec.upscale_steps} steps its upscale_strength is none; raise one"
     if reason is not None or call is None:
         yield Problem.of("upscale", f"{spec.upscale:g}", reason or "")

@@ -45,7 +45,7 @@ from gfgen.models.geometry.call import CallSignature
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
-from gfgen.models.geometry.upscale import call_of_second_pass, num_refined, second_pass
+from gfgen.models.geometry.upscale import call_of_second_pass, second_pass
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline, without_warnings
 from gfgen.models.parallel import hooks
@@ -117,7 +117,7 @@ class PipelineAdapter(Adapter):
         call, num_steps = self._call(spec, is_second=number > 0), known(spec.steps)
         if number > 0:
             prompt, condition, latents = parted(latents)
-            step, num_steps = number - 1, num_refined(spec) - 1
+            step, num_steps = number - 1, spec.num_refined - 1
         is_last = step == num_steps - 1
         until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / num_steps)
         while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):

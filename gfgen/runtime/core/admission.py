@@ -14,7 +14,6 @@ from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import evaluations_key
-from gfgen.models.geometry.upscale import num_refined
 from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
@@ -181,7 +180,7 @@ def _admit_one(
     info = JobInfo(
         asked=asked,
         spec=run,
-        num_tasks=Trajectory(run.id, run.steps + num_refined(run)).num_tasks,
+        num_tasks=Trajectory(run.id, run.steps + run.num_refined).num_tasks,
         file=file,
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=geometry.family,

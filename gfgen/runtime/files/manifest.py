@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
-from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, UPSCALE_FIELDS, JobSpec, numbered_name
+from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile, read_from
@@ -118,8 +118,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
     if outcome.batch > 1:
         entry["batch"] = outcome.batch
-    fields = ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse", *UPSCALE_FIELDS)
-    given = {name: getattr(spec, name) for name in fields}
+    given = {name: getattr(spec, name) for name in ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse")}
     given["first_pass"] = {"width": spec.width, "height": spec.height} if spec.enlarged else None
     given["steps_reused"] = outcome.num_approximate if spec.may_approximate else None
     given["why_reused"] = outcome.why_approximate

@@ -108,7 +108,7 @@ class A1111Request(AskedPictures):
         if len(scales) > 1 or (not scales and (self.hr_resize_x or self.hr_resize_y)):
             raise bad("hr_resize_x", "a size of the shape of width and height is accepted; or give hr_scale")
         found = {"upscale": min(scales, default=self.hr_scale or 2.0), "upscale_strength": strength}
-        return {**found, "upscale_steps": steps and min(MAX_STEPS, math.ceil(steps / strength - 1e-6))}
+        return {**found, "upscale_steps": steps and math.ceil(min(MAX_STEPS, steps / strength) - 1e-6)}
 
     @property
     def _sampler(self) -> str | None:
