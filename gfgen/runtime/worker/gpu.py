@@ -280,6 +280,8 @@ class GpuDevice(Device):
         is_separate = are_separate(self.adapters, works)
         has_forward = work.task.stage is Stage.DENOISE and not is_separate  # nothing is recorded for them
         forward = self.forwards.kind_of(works) if has_forward else None
+        if work.task.stage is Stage.REFINE:  # nothing is recorded; ranks of a step count exchanges alike
+            self.forwards.attach(job.start.checkpoint)
         kinds = task_kinds(work, self._rank, forward)
         if is_separate:
             kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
