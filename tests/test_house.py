@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_066,
-    "files of the package": 280,
+    "lines of the package": 62_387,
+    "files of the package": 282,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,
