@@ -17,11 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-<<<<<<< HEAD
-from dataclasses import asdict, dataclass, fields
-=======
-from dataclasses import dataclass, field, fields, replace
->>>>>>> 7a573cd1 (A request copies its job's fields no more than once)
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -228,22 +224,8 @@ class Store:
                 row = (batch_id, now, len(jobs), owner)
                 db.execute("INSERT INTO batches (id, created_at, total, owner) VALUES (?, ?, ?, ?)", row)
             rows = [
-<<<<<<< HEAD
-                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(spec), f.created_at, f.owner)
+                (f.id, f.kind, f.batch_id, json.dumps(_values(f)), json.dumps(spec), f.created_at, f.owner)
                 for f, spec in jobs
-=======
-                (
-                    f.id,
-                    f.kind,
-                    f.batch_id,
-                    json.dumps(_values(f)),
-                    json.dumps(job.spec),
-                    f.created_at,
-                    f.owner,
-                )
-                for job in jobs
-                for f in (job.facts,)
->>>>>>> 7a573cd1 (A request copies its job's fields no more than once)
             ]
             names = "id, kind, batch_id, facts, spec, created_at, owner"
             db.executemany(f"INSERT INTO jobs ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -492,12 +474,7 @@ def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenErr
 
 
 def _end(db: sqlite3.Connection, ending: Ending) -> bool:
-<<<<<<< HEAD
-    values = asdict(ending)
-=======
     values = _values(ending)
-    del values["work"]
->>>>>>> 7a573cd1 (A request copies its job's fields no more than once)
     values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
