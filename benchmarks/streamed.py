@@ -107,7 +107,7 @@ def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     entries = json.loads(trace.read_text())
-    tasks = [each for each in read_timeline(trace).slices if each.rank is not None]
+    tasks = read_timeline(trace).tasks
     stages = [(name, [each.duration_s for each in tasks if each.stage == name]) for name in STAGES]
     slices = [each for each in entries if each["ph"] == "X" and each["name"] != "load models"]
     used = [each["args"] for each in entries if each["name"] == "memory"]
