@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_170,
-    "files of the package": 281,
+    "lines of the package": 62_652,
+    "files of the package": 283,
     "lines of the core": 5_945,
     "files of the core": 27,
     "modules of one folder": 14,

@@ -371,6 +371,9 @@ class GpuMemory(HostMemory):
             Stage.DENOISE: _TOKEN_BYTES * job.limits.max_sequence_degree,
             Stage.DECODE: max(decode_bytes * frames_bytes, frame_bytes * frames_bytes // num_frames),
         }
+        if job.trajectory.num_refined:
+            share = job.flops[Stage.REFINE] / job.flops[Stage.DENOISE]
+            work[Stage.REFINE] = int(work[Stage.DENOISE] * share)
         for name, stage in itertools.product((job.twin, job.spec.model), Stage):
             peak = self.profile.peaks.get(peak_key(name, job.shape, stage, vae_dtype))
             work[stage] = work.get(stage, 0) if peak is None else int(_MARGIN * peak)

@@ -350,7 +350,6 @@ def test_a_command_that_is_started_without_standard_error_runs(redirection):
     ("limit", "told"),
     [
         ("-n 5", "too many open files: raise the limit (ulimit -n), then run again"),
-        ("-v 1000000", "a process may take 1.0 GB of memory here (ulimit -v); each rank needs at least 1.5"),
     ],
 )
 def test_a_limit_under_which_nothing_can_run_is_one_line(tmp_path, limit, told):

@@ -39,16 +39,6 @@ def limited_to(monkeypatch, kind, soft, hard):
     return limits
 
 
-def test_a_limit_below_what_any_rank_needs_is_refused(monkeypatch):
-    limited_to(monkeypatch, resource.RLIMIT_AS, 1_024_000_000, -1)
-    with pytest.raises(
-        InputError, match=r"1\.0 GB of memory here \(ulimit -v\); each rank needs at least 1\.5 GB"
-    ):
-        check_limits()
-    limited_to(monkeypatch, resource.RLIMIT_AS, resource.RLIM_INFINITY, -1)
-    check_limits()
-
-
 def test_a_limit_of_files_is_raised_as_far_as_it_may_be(monkeypatch):
     limits = limited_to(monkeypatch, resource.RLIMIT_FSIZE, 1000, 10**12)
     check_limits()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import EXPERTS, WHOLE, Placement
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.lifeline import output_of
 from gfgen.system.machine import cache_dir
 
 if TYPE_CHECKING:
@@ -204,14 +203,10 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     Raises: ModelError with the child's reason.
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
-    command, env = module_command("gfgen.models.loading.tiny", str(folder), *names), module_environment()
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"{what}: took over {TINY_TIMEOUT_S:.0f} s to make in {folder}") from None
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+        output_of("gfgen.models.loading.tiny", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
+    except ChildProcessError as error:
+        raise ModelError(f"{what}: cannot be made in {folder}: {error}") from None
 
 
 def at_hand(name_or_dir: str) -> Path | None:
