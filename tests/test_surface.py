@@ -290,6 +290,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == sorted(
         [
+            "--attention",
             "--batch",
             "--json",
             "--memory",
@@ -297,6 +298,7 @@ def test_options_of_the_other_commands():
             "--nodes",
             "--output",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             "-o",
@@ -306,6 +308,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plan")) == sorted(
         [
             "--at",
+            "--attention",
             "--batch",
             "--by",
             "--json",
@@ -313,6 +316,7 @@ def test_options_of_the_other_commands():
             "--model",
             "--nodes",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             *JOBS,
@@ -397,6 +401,9 @@ def test_fields_of_a_job():
         "sigmas",
         "recipe",
         "reuse",
+        "upscale",
+        "upscale_strength",
+        "upscale_steps",
         "deadline",
         "arrival",
         "timeout",
@@ -460,7 +467,7 @@ def test_events_of_the_journal():
         "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
-        "RankLoaded": ["time_s", "rank", "load_s"],
+        "RankLoaded": ["time_s", "rank", "load_s", "copied"],
         "LoadFailed": ["time_s", "models", "reason"],
         "SpaceLeft": ["time_s", "free_bytes"],
         "StopRequested": ["time_s", "signal_number"],
@@ -504,7 +511,7 @@ def test_fields_of_a_profile():
 
 
 def test_the_stages_are_what_journals_profiles_and_traces_call_them():
-    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "decode"]
+    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "refine", "decode"]
 
 
 def test_what_a_policy_sees():
@@ -553,5 +560,6 @@ def test_what_a_policy_sees():
         "saving_s",
         "may_approximate",
         "write_s",
+        "num_refined",
         "due_s",
     ]

@@ -322,12 +322,6 @@ class RankOptions(AskedRanks):
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
 
-    @property
-    def asked(self) -> AskedRanks:
-        """The same for another machine, whose GPUs have other numbers."""
-        names = [field.name for field in dataclasses.fields(AskedRanks)]
-        return AskedRanks(**{name: getattr(self, name) for name in names})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
