@@ -124,7 +124,7 @@ def test_bad_jobs_raise_all_problems_with_the_text_of_the_command(tmp_path: Path
     [
         ("a red fox", {}, "job file a red fox: no such file; a prompt goes into a list: ['a red fox']"),
         (["a"], {"stpes": 4}, "defaults.stpes: not a field; did you mean steps?"),
-        (["a"], {"policy": lambda: None}, "it takes no snapshot"),
+        (["a"], {"policy": lambda: None}, "cannot be called with a snapshot alone"),
         ([{"prompt": "a", "args": {"x": threading.Lock()}}], {}, "this cannot go to another process"),
         (["a"], {"model": "qwen-imge"}, "qwen-image"),
         (["a"], {"vae_dtype": "fp64"}, "vae_dtype = 'fp64': 'fp64' is not one of"),
