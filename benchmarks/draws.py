@@ -182,7 +182,7 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
     started, made = time.monotonic(), Draws(name)
     geometry = load_geometry(checkpoint)
     adapter = load_adapter(checkpoint, device="cpu")
-    outlined: Any = None
+    outlined, usual, prompt = None, None, ""
     with pictures() as folder:
         _resize(folder, SIDE, SIDE)
         usual_job = _usual_job(name, adapter, geometry, folder)
@@ -190,7 +190,8 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             outlined = load_any(
                 checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline
             )
-            usual = usual_failure(outlined, geometry, folder, side=SIDE, **_fields(geometry))
+            given = {"side": SIDE, "prompts": [known(usual_job.prompt)], **_fields(geometry)}
+            usual, prompt = usual_failure(outlined, geometry, folder, **given)
         sizes = random.Random(seed)
         for job in drawn_jobs(geometry, num=num, usual=usual_job, folder=folder, seed=seed):
             size = sizes.randint(32, 110), sizes.randint(32, 110)
@@ -202,7 +203,7 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             except JobError:
                 made.counts["refused"] += 1
                 continue
-            error = None if outlined is None else tried(outlined, spec)[0]
+            error = None if outlined is None else tried(outlined, spec, prompt=prompt)[0]
             is_refused = error is not None and is_refusal(error, usual)
             failure = _run(adapter, spec)
             said = {"pictures": size} | {
