@@ -54,6 +54,8 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "DiTPipeline": {"class_labels": [1]},
     "FluxKontextInpaintPipeline": {"max_area": SIDE**2, "_auto_resize": False},
     "FluxKontextPipeline": {"max_area": SIDE**2, "_auto_resize": False},
+    "Kandinsky6TI2VAPipeline": {"sample_audio": False},
+    "LTX2ImageToVideoPipeline": {"image_crf": 0},
     "LTXI2VLongMultiPromptPipeline": {"decode_horizontal_tiles": 1, "decode_vertical_tiles": 1},
     "SkyReelsV2DiffusionForcingVideoToVideoPipeline": {"overlap_history": 5, "base_num_frames": 9},
     "VisualClozePipeline": {"task_prompt": "a fox", "content_prompt": "a fox"},
@@ -71,7 +73,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "CogView3PlusPipeline": {"transformer": {"pos_embed_max_size": 128}},
 }
 """What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
-FRAMES = {"SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
+FRAMES = {"LTX2DFRPipeline": 17, "SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
 SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames", "files")
 PROMPTS = {"BriaFiboEditPipeline": '{"edit_instruction": "a fox"}'}
 SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")

@@ -127,21 +127,25 @@ def _zeros_of(shapes: nn.Module, name: str, *, seen: nn.Module) -> Callable[...,
     return outlined
 
 
-class _Values(TorchDispatchMode):
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, tensors without memory have values that follow from integers alone: grids, masks, positions."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._values = WeakTensorKeyDictionary()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakTensorKeyDictionary()
 
     def tensor(self, *args: Any, make: Any = torch.tensor, device: Any = None, **options: Any) -> Any:
-        return make(*args, **options).to(device or "cpu")  # on the CPU first, where its values are seen
+        """As torch.tensor, but on the CPU first, where values are seen."""
+        return make(*self._with_values(args), **options).to(device or "cpu")
 
     def outline(self, value: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_like(value, device="meta")
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if value.numel() <= _MOST_VALUES and not value.is_floating_point():
             self._values[made] = value
         return made
+
+    def _with_values(self, given: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: self._values.get(x, x), given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         all_given = args, options = args, kwargs or {}
@@ -152,7 +156,7 @@ class _Values(TorchDispatchMode):
             return func(*args, **options)
         device = options.get("device") or ("meta" if any(x.is_meta for x in given) else "cpu")
         own = {id(self._values[x]): x for x in given if x.is_meta}
-        args, options = tree_map_only(torch.Tensor, lambda x: self._values.get(x, x), all_given)
+        args, options = self._with_values(all_given)
         made = func(*args, **(options | {"device": "cpu"} if options.get("device") else options))
         if torch.device(device).type != "meta":
             return made
