@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 62_975,
+    "lines of the package": 62_979,
     "files of the package": 280,
     "lines of the core": 5_945,
     "files of the core": 27,

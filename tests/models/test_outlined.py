@@ -142,7 +142,8 @@ class Vision(torch.nn.Module):
 
     def forward(self, patches_LC: torch.Tensor, grid: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         places = torch.cat([torch.arange(h * w, device=grid.device) for h, w in grid.tolist()])
-        scale = torch.tensor([2], device=grid.device).expand(len(grid)).tolist()
+        rows = torch.arange(2, device=grid.device)[:, None].expand(2, 3).reshape(-1)
+        scale = torch.tensor([rows.max() + 1], device=grid.device).expand(len(grid)).tolist()
         found = self.layer(patches_LC)[places][:: scale[0]]
         return found[: len(ids[ids == 7])]
 
