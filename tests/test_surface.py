@@ -257,6 +257,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == sorted(
         [
+            "--attention",
             "--batch",
             "--json",
             "--memory",
@@ -264,6 +265,7 @@ def test_options_of_the_other_commands():
             "--nodes",
             "--output",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             "-o",
@@ -273,6 +275,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plan")) == sorted(
         [
             "--at",
+            "--attention",
             "--batch",
             "--by",
             "--json",
@@ -280,6 +283,7 @@ def test_options_of_the_other_commands():
             "--model",
             "--nodes",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             *JOBS,
@@ -364,6 +368,9 @@ def test_fields_of_a_job():
         "sigmas",
         "recipe",
         "reuse",
+        "upscale",
+        "upscale_strength",
+        "upscale_steps",
         "deadline",
         "arrival",
         "timeout",
@@ -427,7 +434,7 @@ def test_events_of_the_journal():
         "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
-        "RankLoaded": ["time_s", "rank", "load_s"],
+        "RankLoaded": ["time_s", "rank", "load_s", "copied"],
         "LoadFailed": ["time_s", "models", "reason"],
         "SpaceLeft": ["time_s", "free_bytes"],
         "StopRequested": ["time_s", "signal_number"],
@@ -471,7 +478,7 @@ def test_fields_of_a_profile():
 
 
 def test_the_stages_are_what_journals_profiles_and_traces_call_them():
-    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "decode"]
+    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "refine", "decode"]
 
 
 def test_what_a_policy_sees():
@@ -520,5 +527,6 @@ def test_what_a_policy_sees():
         "saving_s",
         "may_approximate",
         "write_s",
+        "num_refined",
         "due_s",
     ]

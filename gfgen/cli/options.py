@@ -317,12 +317,6 @@ class RankOptions(AskedRanks):
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
 
-    @property
-    def asked(self) -> AskedRanks:
-        """The same for another machine, whose GPUs have other numbers."""
-        names = [field.name for field in dataclasses.fields(AskedRanks)]
-        return AskedRanks(**{name: getattr(self, name) for name in names})
-
 
 def _show_only(gpus: str) -> None:
     """Hide the other GPUs from this process and its children; numbers are those of `gfgen doctor`."""

@@ -183,7 +183,7 @@ class ClusterOptions:
             member=MemberOptions(
                 policy=given.policy,
                 model=model,
-                ranks=given.ranks.asked,
+                ranks=given.ranks,
                 lookahead_s=given.lookahead / 1000,
                 work_dir=os.getcwd(),
             ),

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,21 +41,6 @@ _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
 Entry = tuple[int, Mapping[str, object] | Problem]
-
-
-class Row(dict[str, Any]):
-    """The values of a row of a table."""
-
-    def __init__(self, cells: Mapping[str, str]) -> None:
-        super().__init__({name: value_of(name, text) for name, text in cells.items()})
-        self._cells = cells
-
-    def as_written(self, problem: Problem) -> Problem:
-        """The problem with the text of a cell in place of the number that was read from it."""
-        value = self.get(name := problem.field or "")
-        if isinstance(value, str) or shown(value) != problem.value:
-            return problem
-        return replace(problem, value=printable(self._cells[name]))
 
 
 class ReadingEnded(Exception):
@@ -258,13 +243,13 @@ def _table(text: str) -> Iterator[Entry]:
             more = row.pop("", [])
             cells = [cell for cell in (*row.values(), *more) if cell is not None]
             number = num_before + rows.line_num - sum(cell.count("\n") for cell in cells)
-            given = {name: text for name, cell in row.items() if (text := (cell or "").strip())}
+            given = {name: value_of(name, x) for name, cell in row.items() if (x := (cell or "").strip())}
             if any(cell.strip() for cell in more) or (given and len(cells) < len(names)):
                 cure = "write texts with a delimiter in quotes" if more else "complete the row"
                 count = f"{len(cells)} cell{'s'[: len(cells) - 1]}, but the header has {len(names)}"
                 yield number, Problem(number, None, None, f"{count}; {cure}")
             elif given:
-                yield number, Row(given)
+                yield number, given
     except csv.Error as error:
         raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
 

@@ -31,7 +31,6 @@ from gfgen.job.inputs import (
     FileLine,
     PromptLines,
     ReadingEnded,
-    Row,
     entries_of,
 )
 from gfgen.job.recipes import Recipes
@@ -224,10 +223,8 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            given, num_before = over(over(self.fallbacks, self.defaults), entry), len(self.problems)
+            given = over(over(self.fallbacks, self.defaults), entry)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
-            if isinstance(entry, Row):
-                self.problems[num_before:] = map(entry.as_written, self.problems[num_before:])
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):

@@ -36,9 +36,9 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, adm
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.runtime.predict.profile_file import write_whole
 from gfgen.session.memory import HostMemory
 from gfgen.system.lifeline import ask_child
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir
 from gfgen.system.wording import counted, first_of, in_words
 
@@ -392,7 +392,6 @@ def _read(checkpoint: Path) -> Answers:
 def _keep(checkpoint: Path, known: Answers) -> None:
     path = _place(checkpoint)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json.dumps(known), path)
+        write_whole(path, json.dumps(known))
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)

@@ -205,6 +205,7 @@ def ready_pool(
     kernels: KernelChoice = "own",
     patch_copies_on_host: Collection[Path] = (),
     placements: Mapping[str, Placement] | None = None,
+    kept: Mapping[Path, int] | None = None,
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
@@ -236,6 +237,7 @@ def ready_pool(
         kernels=kernels,
         patch_copies_on_host=tuple(map(str, patch_copies_on_host)),
         placements=placements or {},
+        kept={str(path): size for path, size in (kept or {}).items()},
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

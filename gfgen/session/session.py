@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,12 @@ class Session:
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
-        held = checkpoints if self.residency is None else self.residency.checkpoints
+        held: Collection[Path] = checkpoints
+        kept: Mapping[Path, int] = {}
+        if self.residency is not None:
+            held = self.residency.checkpoints
+            may_return = self.residency.is_needed and (bool(models) or have_turns(jobs))
+            kept = self.residency.kept = memory.kept(checkpoints) if may_return else {}
         kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
@@ -202,6 +207,7 @@ class Session:
             kernels=kernels,
             patch_copies_on_host=memory.copies_on_host(checkpoints),
             placements=memory.streaming(checkpoints),
+            kept=kept,
             keep_fds=[self._lock],
             jobs=jobs,
         )
@@ -393,6 +399,12 @@ def known_profile(ranks: Ranks) -> Profile | None:
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
     return profile
+
+
+def have_turns(jobs: Sequence[AdmittedJob]) -> bool:
+    """Whether a model may have to come back: otherwise each has its turn once, and a copy would cost time."""
+    specs = [job.spec for job in jobs]
+    return len({(each.arrival_s, each.priority, each.deadline_s) for each in specs}) > 1
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from replay import replay
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.control.residency import COPY_BYTES_PER_S, LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -421,6 +421,24 @@ def test_a_measured_change_makes_the_next_one_predictable():
     found.applied(ModelsChanged(1.0, ("qwen",), 58 / 12, ""))
     found.applied(RankLoaded(11.0, 0, 10.0))
     assert found._load_s({"wan"}) == pytest.approx(24 / 5.8)
+
+
+def test_a_model_with_a_copy_in_main_memory_comes_back_in_the_time_of_a_copy():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b"), job_of("moe", "c")]
+    found = residency_of(jobs, room=70 * GB)
+    found.kept = {Path("wan"): 24 * GB, Path("qwen"): 58 * GB}
+    found.applied(RankReady(0.0, 0, 1, startup_s=24.0))
+    found.applied(ModelsChanged(30.0, ("qwen",), 58.0, ""))
+    assert found._load_s({"wan"}) == pytest.approx(24e9 / COPY_BYTES_PER_S), "ranks have held it"
+    found.applied(RankLoaded(90.0, 0, 58.0))
+    assert found.load_times == pytest.approx({"wan": 24e9 / COPY_BYTES_PER_S, "moe": 69.0})
+    found.applied(ModelsChanged(100.0, ("wan",), 0.5, ""))
+    found.applied(RankLoaded(101.0, 0, 1.0, ("wan",)))
+    assert found.load_times == pytest.approx({"qwen": 58 / 24, "moe": 69.0}), "the copy's rate as measured"
+    found.applied(RankLoaded(130.0, 1, 48.0))
+    assert found.load_times == pytest.approx({"qwen": 58 / 24, "moe": 138.0}), (
+        "of a rank that died, the disk's"
+    )
 
 
 def test_a_job_that_times_out_while_it_waits_for_its_model_fails():

@@ -193,3 +193,36 @@ def test_steps_are_read_at_the_rate_that_ranks_measured_and_later_runs_know_it(
     ranks.clear()
     with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
         assert read_s(found) == measured_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "models", "num_kept"),
+    [({}, (), 0), ({"priority": 1}, (), 2), ({}, ("qwen-image", "wan2.2-ti2v-5b"), 2)],
+    ids=["one turn each", "turns", "a server"],
+)
+def test_models_stay_in_main_memory_where_they_may_come_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    models: Sequence[str],
+    num_kept: int,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
+    told: list[Mapping[Path, int]] = []
+
+    def ready_pool(*_: Any, kept: Mapping[Path, int], **__: Any) -> Any:
+        told.append(kept)
+        return contextlib.nullcontext(mock.Mock(living=[], islands=[(0,)]))
+
+    monkeypatch.setattr(session, "ready_pool", ready_pool)
+    with Session(on_gpu(tmp_path / "out", gpu_gb=80)) as found:
+        lines = [
+            {"id": "a", "prompt": "a fox", "model": "qwen-image", "width": 832, "height": 480},
+            {"id": "b", "prompt": "a fox", "model": "wan2.2-ti2v-5b", "width": 832, "height": 480} | fields,
+        ]
+        found.load(found.admit(lines), models=models)
+        assert found.residency is not None
+        assert found.residency.is_needed
+        assert len(told[0]) == num_kept
+        assert found.residency.kept == told[0]

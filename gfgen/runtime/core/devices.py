@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.lifeline import output_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,21 +142,12 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
         logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
-    command, env = module_command("gfgen.gfc.cuda.driver"), module_environment()
     try:
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
-        )
-        return tuple(
-            Gpu(name, size, frozenset(peers), (major, minor))
-            for name, size, peers, (major, minor) in json.loads(done.stdout)
-        )
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-    except subprocess.TimeoutExpired:
-        reason = f"the driver did not answer within {_PROBE_TIMEOUT_S:g} s"
-    logger.warning("GPUs cannot be used: %s", reason)
-    return ()
+        found = json.loads(output_of("gfgen.gfc.cuda.driver", timeout_s=_PROBE_TIMEOUT_S))
+    except ChildProcessError as error:
+        logger.warning("GPUs cannot be used: %s", error)
+        return ()
+    return tuple(Gpu(name, size, frozenset(peers), tuple(version)) for name, size, peers, version in found)
 
 
 def _is_torch_for_cpus() -> bool:
