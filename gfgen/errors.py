@@ -79,7 +79,7 @@ class Problem:
 
 
 REFUSALS = (ValueError, TypeError, ImportError, KeyError)
-"""What a pipeline raises before its first step for arguments that it refuses, at each try."""
+"""What a pipeline raises for arguments that it refuses, at each try."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,7 +382,7 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
-_ANSWERS = 2
+_ANSWERS = 3
 """A number that rises when calls are tried otherwise."""
 
 

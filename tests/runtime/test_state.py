@@ -741,6 +741,30 @@ def test_what_a_pipeline_refuses_is_not_tried_again_and_settles_jobs_with_equal_
     assert list(cluster.state.jobs.records) == ["other", "of another"]
 
 
+PADDING = "RuntimeError: Padding size should be less than the corresponding input dimension (conv.py:3)"
+
+
+@pytest.mark.parametrize("reason", [REFUSED, PADDING])
+def test_a_decode_that_fails_twice_for_the_arguments_settles_jobs_with_equal_ones(reason):
+    cluster = Cluster(make_job("a"), make_job("b"), make_job("other", steps=7))
+    decode = cluster.state.jobs.records["a"].num_tasks - 1
+    for index in range(decode):
+        cluster.done(cluster.begin("a", index, 1))
+    assert not cluster.failed(cluster.begin("a", decode, 1), reason)
+    outcomes = cluster.failed(cluster.begin("a", decode, 1), reason)
+    assert [(each.info.job_id, each.is_refused) for each in outcomes] == [("a", True), ("b", True)]
+
+
+def test_a_decode_that_fails_twice_for_another_reason_settles_no_other_job():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    decode = cluster.state.jobs.records["a"].num_tasks - 1
+    for index in range(decode):
+        cluster.done(cluster.begin("a", index, 1))
+    assert not cluster.failed(cluster.begin("a", decode, 1), "RuntimeError: CUDA error: unknown error")
+    (outcome,) = cluster.failed(cluster.begin("a", decode, 1), "RuntimeError: CUDA error: unknown error")
+    assert not outcome.is_refused
+
+
 def test_equal_jobs_that_have_passed_the_refused_task_go_on():
     cluster = Cluster(make_job("a"), make_job("b"))
     cluster.done(cluster.begin("b", 0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_TASK_FAILURES = 2
 """A task that fails this often fails its job."""
 _REFUSED = tuple(f"{kind.__name__}:" for kind in REFUSALS)
+_OF_SHAPES = re.compile(r"RuntimeError:.*\b(sizes?|shapes?|dimensions?|padding)\b", re.IGNORECASE)
+"""A failure that follows from a job's size and arguments, not from the machine."""
 MAX_LOST_WORKERS = 3
 """A job under which this many workers died fails."""
 
@@ -67,7 +70,7 @@ class Trouble:
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
     refused: Task | None = None
-    """The task that failed because the pipeline refuses the job's arguments."""
+    """The task that failed because of the job's arguments, in a step or the decode twice."""
     is_cancelled: bool = False
     """That is because nobody wants it any more."""
 
@@ -254,9 +257,11 @@ class JobRecord:
         trouble.failures[task.index] += not is_lost
         if trouble.num_lost_workers >= MAX_LOST_WORKERS:
             trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
-        if not is_lost and task.index < FIRST_STEP and reason.startswith(_REFUSED):
+        is_last_try = trouble.failures[task.index] >= MAX_TASK_FAILURES
+        is_refusal = reason.startswith(_REFUSED) and (is_last_try or task.index < FIRST_STEP)
+        if not is_lost and (is_refusal or (is_last_try and _OF_SHAPES.match(reason))):
             trouble.refused = task
-        if trouble.failures[task.index] >= MAX_TASK_FAILURES or trouble.refused:
+        if is_last_try or trouble.refused:
             trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:
