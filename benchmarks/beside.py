@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gfgen.bench.policy_comparison import JobScore, Score, scores_of
+from gfgen.bench.policy_comparison import Score, scores_of
 from gfgen.system.wording import in_words
 
 ATTAINMENT_GOAL, MAKESPAN_GOAL = 0.03, 0.05
@@ -45,22 +45,26 @@ def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator
 
 def surprises(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
     """A line per policy with jobs that met their deadlines only in the run or only in the simulation."""
-    real = {found.policy: {job.id: job for job in found.jobs} for found in ran}
+    real = {found.policy: {job["id"]: job for job in found.jobs} for found in ran}
     for found in simulated:
-        twins = [(job, real.get(found.policy, {}).get(job.id)) for job in found.jobs]
+        twins = [(job, real.get(found.policy, {}).get(job["id"])) for job in found.jobs]
         differing = [
-            f"{job.id} {_margin(twin)} (simulated {_margin(job)})"
+            f"{job['id']} {_margin(twin)} (simulated {_margin(job)})"
             for job, twin in twins
-            if twin is not None and twin.is_in_time() != job.is_in_time()
+            if twin is not None and _is_in_time(twin) != _is_in_time(job)
         ]
         if differing:
             yield f"{found.policy}, in time in one of the two alone: {', '.join(differing)}"
 
 
-def _margin(job: JobScore) -> str:
-    if job.status != "done" or job.due_s is None:
-        return job.status
-    left_s = job.due_s - job.ended_s
+def _is_in_time(job: Mapping[str, Any]) -> bool:
+    return job["status"] == "done" and (job["due_s"] is None or job["ended_s"] <= job["due_s"])
+
+
+def _margin(job: Mapping[str, Any]) -> str:
+    if job["status"] != "done" or job["due_s"] is None:
+        return str(job["status"])
+    left_s = job["due_s"] - job["ended_s"]
     return f"{in_words(abs(left_s))} {'late' if left_s < 0 else 'early'}"
 
 

@@ -54,6 +54,8 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "DiTPipeline": {"class_labels": [1]},
     "FluxKontextInpaintPipeline": {"max_area": SIDE**2, "_auto_resize": False},
     "FluxKontextPipeline": {"max_area": SIDE**2, "_auto_resize": False},
+    "Kandinsky6TI2VAPipeline": {"sample_audio": False},
+    "LTX2ImageToVideoPipeline": {"image_crf": 0},
     "LTXI2VLongMultiPromptPipeline": {"decode_horizontal_tiles": 1, "decode_vertical_tiles": 1},
     "SkyReelsV2DiffusionForcingVideoToVideoPipeline": {"overlap_history": 5, "base_num_frames": 9},
     "VisualClozePipeline": {"task_prompt": "a fox", "content_prompt": "a fox"},
@@ -71,7 +73,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "CogView3PlusPipeline": {"transformer": {"pos_embed_max_size": 128}},
 }
 """What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
-FRAMES = {"SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
+FRAMES = {"LTX2DFRPipeline": 17, "SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
 SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames", "files")
 PROMPTS = {"BriaFiboEditPipeline": '{"edit_instruction": "a fox"}'}
 SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")
@@ -182,7 +184,7 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
     started, made = time.monotonic(), Draws(name)
     geometry = load_geometry(checkpoint)
     adapter = load_adapter(checkpoint, device="cpu")
-    outlined: Any = None
+    outlined, usual, prompt = None, None, ""
     with pictures() as folder:
         _resize(folder, SIDE, SIDE)
         usual_job = _usual_job(name, adapter, geometry, folder)
@@ -190,7 +192,8 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             outlined = load_any(
                 checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline
             )
-            usual = usual_failure(outlined, geometry, folder, side=SIDE, **_fields(geometry))
+            given = {"side": SIDE, "prompts": [known(usual_job.prompt)], **_fields(geometry)}
+            usual, prompt = usual_failure(outlined, geometry, folder, **given)
         sizes = random.Random(seed)
         for job in drawn_jobs(geometry, num=num, usual=usual_job, folder=folder, seed=seed):
             size = sizes.randint(32, 110), sizes.randint(32, 110)
@@ -202,7 +205,7 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             except JobError:
                 made.counts["refused"] += 1
                 continue
-            error = None if outlined is None else tried(outlined, spec)[0]
+            error = None if outlined is None else tried(outlined, spec, prompt=prompt)[0]
             is_refused = error is not None and is_refusal(error, usual)
             failure = _run(adapter, spec)
             said = {"pictures": size} | {

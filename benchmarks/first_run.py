@@ -31,14 +31,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gfgen.bench.workloads import alone_s
-from gfgen.cli.shown.timeline import Slice, read_timeline
+from gfgen.cli.shown.timeline import Block, read_timeline
 from gfgen.errors import GfgenError
 from gfgen.job.reader import read_job_stream
 from gfgen.runtime.core.admission import AdmittedJob, admit
@@ -232,11 +232,11 @@ def measures(folder: Path, jobs: Sequence[AdmittedJob], *, began_at: float) -> R
     """What trace, journal and log of a run tell; times named `to_` count from the command."""
     timeline = read_timeline(folder / "trace.json")
     journal = [json.loads(line) for line in (folder / "out" / JOURNAL_NAME).read_text().splitlines()]
-    tasks = [each for each in timeline.slices if each.rank is not None]
+    tasks = timeline.tasks
     steps = [each for each in tasks if each.stage == "denoise"]
     if not steps:
         raise ValueError("no step in the trace")
-    ended_s = {each.job_id: each.end_s for each in timeline.slices if each.rank is None}
+    ended_s = {each.job_id: each.end_s for each in timeline.writes}
     origin_s, last_s = tasks[0].start_s, max(ended_s.values(), default=tasks[-1].end_s)
     start_s = journal[0]["started_at"] - began_at
     shape_of = {job.job_id: f"{job.spec.model} {job.shape.partition('+')[0]}" for job in jobs}
@@ -248,7 +248,7 @@ def measures(folder: Path, jobs: Sequence[AdmittedJob], *, began_at: float) -> R
         "to_first_step_s": start_s + steps[0].start_s,
         "to_last_file_s": start_s + last_s,
         "load_models_s": sum(each["load_s"] for each in journal if each.get("event") == "RankLoaded"),
-        "num_shared": len({each.dispatch for each in steps if len(each.ranks) > 1}),
+        "num_shared": sum(number > 1 for number in Counter(each.dispatch for each in steps).values()),
         "busy": sum(each.duration_s for each in tasks) / timeline.num_ranks / (last_s - origin_s),
         "first_decodes_s": _first_decodes(tasks, shape_of),
     }
@@ -269,12 +269,14 @@ def _from_log(path: Path, began_at: float) -> Record:
     return found
 
 
-def _first_decodes(tasks: Sequence[Slice], shape_of: Mapping[str, str]) -> dict[str, Sequence[float]]:
+def _first_decodes(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> dict[str, Sequence[float]]:
     """By shape and degree: the slowest rank's first decode and, if there is one, the median of later ones."""
-    ranks: defaultdict[str, defaultdict[int | None, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ranks: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    degrees = Counter(task.dispatch for task in tasks)
     for task in tasks:
         if task.stage == "decode":
-            ranks[f"{shape_of[task.job_id]} x{len(task.ranks)}"][task.rank].append(task.duration_s)
+            kind = f"{shape_of[task.job_id]} x{degrees[task.dispatch]}"
+            ranks[kind][task.lanes[0]].append(task.duration_s)
     found: dict[str, Sequence[float]] = {}
     for kind, by_rank in sorted(ranks.items()):
         later = [seconds for each in by_rank.values() for seconds in each[1:]]

@@ -96,9 +96,12 @@ class Replica:
             pipeline.register_modules(text_encoder=None)
             gc.collect()
             torch.cuda.empty_cache()
+        self._compile(pipeline)
+        return pipeline
+
+    def _compile(self, pipeline: Any) -> None:
         if self._device != "cpu":
             pipeline.transformer.compile_repeated_blocks(dynamic=False)
-        return pipeline
 
     @torch.no_grad()
     def _embeddings(self, pipeline: Any, spec: JobSpec) -> Mapping[str, Any]:

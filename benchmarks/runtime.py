@@ -41,7 +41,7 @@ from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import RunTask, TaskReport
+from gfgen.runtime.ipc.messages import RankTimes, RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name
@@ -110,7 +110,7 @@ def _answering() -> Iterator[Channel]:
 
 
 def _answer(end: socket.socket) -> NoReturn:
-    report = pickle.dumps(TaskReport(1, 0.1, 0.2, 0.0, 0.0), protocol=pickle.HIGHEST_PROTOCOL)
+    report = pickle.dumps(TaskReport(1, RankTimes(0, 0.1, 0.2)), protocol=pickle.HIGHEST_PROTOCOL)
     with contextlib.suppress(OSError):
         while end.recv(1 << 16):
             end.send(report)

@@ -112,9 +112,9 @@ def by_gfgen(checkpoint: Path, case: Case, folder: Path, device: str, caches: Pa
     own = {name: str(caches / part) for name, part in CACHES.items()}
     command = [sys.executable, "-m", "gfgen", "run", str(jobs), *options.split()]
     subprocess.run(command, check=True, env=os.environ | own, stdout=subprocess.DEVNULL)
-    slices = read_timeline(trace).slices
-    tasks = [each for each in slices if each.rank is not None]
-    total_s = max(each.end_s for each in slices) - tasks[0].start_s
+    timeline = read_timeline(trace)
+    tasks = timeline.tasks
+    total_s = max(each.end_s for each in (*tasks, *timeline.writes)) - tasks[0].start_s
     note = f"busy {sum(each.duration_s for each in tasks) / total_s:.1%}"
     for stage in ("encode", "denoise", "decode"):
         median_s = statistics.median(each.duration_s for each in tasks if each.stage == stage)

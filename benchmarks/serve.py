@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +42,10 @@ BURST = 900
 CLIENTS = 4
 POSTS_PER_S, POSTERS = 20, 8
 """Jobs that arrive at equal distances while the ranks are busy, and the connections that they come over."""
+OPEN = 24
+"""Jobs that are open while one more after the other is sent and cancelled, and clients that send pictures."""
+PICTURES = 200
+"""Of one file, and of as many requests, for what a request costs beside the others."""
 READY_S = 120.0
 _TURN = re.compile(r"^gfgen_control_longest_turn_seconds\s+(\S+)", re.MULTILINE)
 
@@ -59,6 +63,12 @@ class ServingReport:
     """Latency of requests for jobs, from when each should be sent, while the ranks are busy."""
     post_cpu_s: float
     """Of the HTTP process for each of them, with the events of their jobs; other programs disturb it less."""
+    open_post_s: Sequence[float]
+    """Latency of requests for jobs while OPEN jobs are open, one after the other."""
+    file_s: float
+    """Of a job file with PICTURES jobs, from its first task to its last file, for each of them."""
+    requests_s: float
+    """The same jobs as requests of OPEN clients that wait for their pictures."""
     status_per_s: float
     front_cpu_s: float
     """Of the HTTP process, for a thousand status requests."""
@@ -72,6 +82,11 @@ class ServingReport:
         """What HTTP adds at the median."""
         return statistics.median(self.http_s) - statistics.median(self.run_s)
 
+    @property
+    def added_to_each_s(self) -> float:
+        """What a request costs more than a line of a file, where many wait."""
+        return self.requests_s - self.file_s
+
 
 def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> ServingReport:
     """Jobs one by one, then status requests for so long while jobs run, then one large batch.
@@ -80,10 +95,19 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_s = _run(folder, num_ranks=num_ranks, num_jobs=num_jobs)
+        lines = _run(folder, "alone", num_ranks=num_ranks, jobs=map(job_of_run, range(num_jobs + 1)))
+        run_s = [line["timings"]["latency_s"] for line in lines if line["id"] != "0"]
+        many = [job_of_run(number) | {"arrival": 0} for number in range(PICTURES)]
+        times = [line["timings"] for line in _run(folder, "many", num_ranks=num_ranks, jobs=many)]
+        file_s = max(each["ended_s"] for each in times) - min(each["started_s"] for each in times)
         with _server(folder, num_ranks=num_ranks) as (port, front):
             http_s = [_picture(port, number) for number in range(num_jobs)]
-            jobs = [_submit(port, number) for number in range(NUM_LONG)]
+            began_s = time.perf_counter()
+            _in_threads(lambda first: _pictures(port, first), OPEN)
+            requests_s = time.perf_counter() - began_s
+            jobs = [_submit(port, number) for number in range(OPEN)]
+            open_post_s = _posts_and_cancels(port, seconds=seconds)
+            jobs += [_submit(port, number) for number in range(OPEN, NUM_LONG)]
             before_s = _cpu_s(front)
             post_s = _posts(port, seconds=seconds)
             post_cpu_s = (_cpu_s(front) - before_s) / len(post_s)
@@ -100,6 +124,9 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
         http_s[1:],
         post_s,
         post_cpu_s,
+        open_post_s,
+        file_s / PICTURES,
+        requests_s / PICTURES,
         asked / seconds,
         front_cpu_s,
         turn_s=turn_s,
@@ -119,6 +146,14 @@ def table_of(report: ServingReport) -> Iterator[str]:
     yield f"| POST at {POSTS_PER_S} a second, busy ranks: median | at most 8 ms | {median_ms:.1f} ms |"
     yield f"| the same: P99 | at most 30 ms | {p99_ms:.1f} ms |"
     yield f"| the HTTP process for each, with its events | | {1000 * report.post_cpu_s:.1f} ms of CPU |"
+    open_ms, open_p99_ms = (
+        1000 * each for each in (statistics.median(report.open_post_s), _p99(report.open_post_s))
+    )
+    yield f"| POST with {OPEN} open jobs: median | | {open_ms:.1f} ms |"
+    yield f"| the same: P99 | at most 60 ms | {open_p99_ms:.1f} ms |"
+    yield f"| each of {PICTURES} jobs of a file | | {1000 * report.file_s:.1f} ms |"
+    yield f"| each of the same as requests of {OPEN} clients | | {1000 * report.requests_s:.1f} ms |"
+    yield f"| added to each | at most 10 ms | {1000 * report.added_to_each_s:+.1f} ms |"
     rate = f"{report.status_per_s:,.0f} a second"
     yield f"| status requests of {CLIENTS} clients | 1,000 a second on one core | {rate} |"
     yield f"| the HTTP process for 1,000 of them | | {report.front_cpu_s:.2f} s of CPU |"
@@ -133,18 +168,16 @@ def _p99(values: Sequence[float]) -> float:
 # gfgen run --------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, *, num_ranks: int, num_jobs: int) -> list[float]:
-    """The latencies of `num_jobs` jobs, each alone; one more before them warms up."""
-    jobs = [job_of_run(idx) for idx in range(num_jobs + 1)]
-    path = folder / "jobs.jsonl"
+def _run(folder: Path, name: str, *, num_ranks: int, jobs: Iterable[Mapping[str, object]]) -> list[Any]:
+    """The lines of the manifest."""
+    path = folder / f"{name}.jsonl"
     path.write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
     command = [sys.executable, "-m", "gfgen", "run", str(path), "--ranks", str(num_ranks), "--quiet"]
-    output = folder / "run"
+    output = folder / name
     done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
     if done.returncode != 0:
         raise RunError(f"gfgen run failed: {done.stderr.strip()[-500:]}")
-    lines = [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
-    return [line["timings"]["latency_s"] for line in lines if line["id"] != "0"]
+    return [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
 
 
 def job_of_run(number: int) -> dict[str, object]:
@@ -238,9 +271,35 @@ def _wanted(port: int, path: str, values: Mapping[str, Any] | None = None) -> An
 
 def _picture(port: int, number: int) -> float:
     began_s = time.perf_counter()
-    values = {"prompt": prompt_of(number), "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
-    _wanted(port, "/v1/images/generations", values)
+    _wanted(port, "/v1/images/generations", _picture_of(number))
     return time.perf_counter() - began_s
+
+
+def _picture_of(number: int) -> dict[str, object]:
+    return {"prompt": prompt_of(number), "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
+
+
+def _pictures(port: int, first: int) -> None:
+    """A client's share of PICTURES, over one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    for number in range(first, PICTURES, OPEN):
+        status, content = _ask(connection, "POST", "/v1/images/generations", _picture_of(1000 + number))
+        if status != 200:
+            raise RunError(f"POST /v1/images/generations: {status}: {content[:300].decode(errors='replace')}")
+
+
+def _posts_and_cancels(port: int, *, seconds: float) -> list[float]:
+    connection, latencies_s = http.client.HTTPConnection("127.0.0.1", port, timeout=60), list[float]()
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        values = {"prompt": f"open {len(latencies_s)}", "model": MODEL, "width": 64, "height": 64, "steps": 2}
+        began_s = time.perf_counter()
+        status, content = _ask(connection, "POST", "/v1/jobs", values)
+        latencies_s.append(time.perf_counter() - began_s)
+        if status != 200:
+            raise RunError(f"POST /v1/jobs: {status}: {content[:300].decode(errors='replace')}")
+        _ask(connection, "POST", f"/v1/jobs/{json.loads(content)['id']}/cancel")
+    return latencies_s
 
 
 def _submit(port: int, number: int) -> str:

@@ -2,13 +2,16 @@
 
     python -m benchmarks.streamed qwen-image --size 1024x1024 --steps 20 --jobs 8 --memory 24GB -- --ranks 1
     python -m benchmarks.streamed wan2.2-ti2v-5b --size 832x480 --frames 49 --steps 20 --memory 16GB
+    python -m benchmarks.streamed qwen-image --size 1024x1024 --steps 20 --jobs 8 --only diffusers
     python -m benchmarks.streamed --tiny
 
 Options after `--` are those of both runs, such as `--precision fp8`. Weights are random. Each run is a
 process of its own, and its time is that from the first task to the last file, by the trace. Files of both
 runs must have equal bytes; `--only` makes one of them, where a call may not take long. Memory is torch's peak
-and what it took from the GPU, by the trace, and the most that nvidia-smi shows for a process. `--tiny` tries
-the script out on CPU ranks, which stream nothing.
+and what it took from the GPU, by the trace, and the most that nvidia-smi shows for a process.
+`--only diffusers` makes the jobs one after another with diffusers' group offload: one block in a group, with
+a stream, from a pinned copy; the VAE stays on the GPU, nothing is compiled, and a first job of one step does
+not count. `--tiny` tries the script out on CPU ranks, which stream nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +19,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gfgen.cli.shown.timeline import read_timeline
+from gfgen.runtime.core.devices import parse_memory
+
+STAGES = ("encode", "prepare", "denoise", "decode")
 PROMPTS = ("a red fox in the snow", "two boats at sunset", "a castle on a hill", "rain in a city at night")
 
 
@@ -36,13 +46,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--memory", default="24GB")
     parser.add_argument("--negative-prompt", help="Gives models guidance that have it with this only.")
-    parser.add_argument("--only", choices=("whole", "streamed"))
+    parser.add_argument("--vae-dtype", default="float32", help="Of diffusers; gfgen's stands after --.")
+    parser.add_argument("--only", choices=("whole", "streamed", "diffusers"))
     parser.add_argument("--tiny", action="store_true")
     own, _, given = _split(sys.argv[1:])
     asked = parser.parse_args(own)
     options = [*given, *(["--device", "cpu", "--ranks", "1"] if asked.tiny else [])]
     limits = {"whole": [], "streamed": [] if asked.tiny else ["--memory", asked.memory]}
     print(f"{asked.model} {asked.size}x{asked.frames}, {asked.steps} steps, {asked.jobs} jobs, {options}")
+    if asked.only == "diffusers":
+        by_diffusers(asked)
+        return
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in [asked.only] if asked.only else limits:
@@ -50,7 +64,7 @@ def main() -> None:
             gb = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in found["bytes"].items())
             words = " ".join(limits[name]) or "all on the GPU"
             print(f"{words:16} {found['seconds'] / asked.jobs:8.3f} s a job   GB: {gb}", flush=True)
-            print(*(f"    {line}\n" for line in found["told"]), end="")
+            print(*(f"    {line}\n" for line in (found["stages"], *found["told"])), sep="", end="")
             results.append(found)
     if len(results) == 2:
         whole, streamed = results
@@ -66,16 +80,20 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
     return words[:end], "--", words[end + 1 :]
 
 
-def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The time, the memory and the files of one run."""
-    jobs = folder.with_suffix(".jsonl")
+def lines_of(asked: argparse.Namespace) -> str:
     lines = [
         {"id": f"job-{idx}", "prompt": PROMPTS[idx % len(PROMPTS)], "seed": idx, "model": asked.model}
         | {"size": asked.size, "frames": asked.frames, "steps": asked.steps}
         | ({} if asked.negative_prompt is None else {"negative_prompt": asked.negative_prompt})
         for idx in range(asked.jobs)
     ]
-    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The time, the memory and the files of one run."""
+    jobs = folder.with_suffix(".jsonl")
+    jobs.write_text(lines_of(asked))
     trace = folder.with_suffix(".trace")
     command = [sys.executable, "-m", "gfgen", "run", str(jobs), "--random-weights", "-o", str(folder)]
     ending, peaks = threading.Event(), [0]
@@ -89,6 +107,8 @@ def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     entries = json.loads(trace.read_text())
+    tasks = read_timeline(trace).tasks
+    stages = [(name, [each.duration_s for each in tasks if each.stage == name]) for name in STAGES]
     slices = [each for each in entries if each["ph"] == "X" and each["name"] != "load models"]
     used = [each["args"] for each in entries if each["name"] == "memory"]
     files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".mp4")]
@@ -101,8 +121,45 @@ def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict
             "reserved": max((each["reserved_bytes"] for each in used), default=0),
             "nvidia-smi": peaks[0],
         },
+        "stages": ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in stages if each),
         "told": [line for line in done.stderr.splitlines() if "stream" in line or "pins no more" in line],
     }
+
+
+def by_diffusers(asked: argparse.Namespace) -> None:
+    """Print the time of a job with group offload, in this process."""
+    import imageio
+    import torch
+
+    from benchmarks.first_run import read_jobs
+    from benchmarks.replicas import Replica, Settings
+
+    class Offloaded(Replica):
+        def _compile(self, pipeline: Any) -> None:
+            if not torch.cuda.is_available():
+                return
+            pipeline.to("cpu")
+            pipeline.enable_group_offload(
+                torch.device("cuda"), num_blocks_per_group=1, use_stream=True, exclude_modules="vae"
+            )
+            pipeline.vae.to("cuda")
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(parse_memory(asked.memory, option="--memory") / total)
+
+    specs = [job.spec for job in read_jobs(lines_of(asked))]
+    device = "cpu" if asked.tiny else "cuda"
+    replica = Offloaded(Settings(device, 1, True, asked.vae_dtype, Path()), specs, device)
+    replica.generate(specs[0], steps=1)
+    began_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as files:
+        for idx, spec in enumerate(specs):
+            frames = replica.generate(spec)
+            files.submit(imageio.mimwrite, f"{folder}/{idx}.{'mp4' if len(frames) > 1 else 'png'}", frames)
+    seconds = time.perf_counter() - began_s
+    gb = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    print(f"diffusers        {seconds / asked.jobs:8.3f} s a job   GB: torch {gb:.1f}", flush=True)
 
 
 def _watch(ending: threading.Event, peaks: list[int]) -> None:

@@ -1,1 +1,29 @@
-"""Elastic generation of pictures and videos on the GPUs of one machine."""
+"""Elastic generation of pictures and videos on the GPUs of one machine.
+
+import gfgen
+for result in gfgen.generate(["a red fox", "a blue whale"], steps=8, seed=1):
+    result.image.save(f"{result.job.id}.png")
+
+Errors are in `gfgen.errors`; what a policy sees and decides is in `gfgen.snapshot` and `gfgen.layout`.
+docs/python.md has the rest.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gfgen import errors
+    from gfgen.api import Result as Result
+    from gfgen.api import Session, check, generate, plan
+
+__all__ = ["Session", "check", "errors", "generate", "plan"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in (*__all__, "Result"):
+        raise AttributeError(f"module 'gfgen' has no attribute {name!r}")
+    from gfgen import api, errors
+
+    return errors if name == "errors" else vars(api)[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 MAX_PROBLEMS_SHOWN = 20
 
@@ -35,6 +36,16 @@ class GfgenError(Exception):
     """Base of all; a command that ends with it prints one line and exits with `exit_code`."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors pass between processes, whatever their classes are made from."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[GfgenError], args: tuple[Any, ...], attributes: dict[str, Any]) -> GfgenError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InputError(GfgenError):
@@ -68,7 +79,7 @@ class Problem:
 
 
 REFUSALS = (ValueError, TypeError, ImportError, KeyError)
-"""What a pipeline raises before its first step for arguments that it refuses, at each try."""
+"""What a pipeline raises for arguments that it refuses, at each try."""
 
 
 @dataclass(frozen=True, slots=True)

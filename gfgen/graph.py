@@ -10,7 +10,8 @@ a job has one next task at any time, and a task boundary is the only place where
 moves, widens, stops or fails. Tasks are values: equal when job, position and stage are equal.
 
 A step is a task of the stage `denoise`, or of its cheaper variant: `APPROXIMATE` runs no transformer, and
-approximates its output by those of earlier steps.
+approximates its output by those of earlier steps. The last steps of a job may be of a second pass on a larger
+picture (`REFINE`), which cost more; the first of them makes what the others begin with.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Stage(StrEnum):
     PREPARE = "prepare"
     DENOISE = "denoise"
     APPROXIMATE = "reuse"  # the word of journals, traces and clients
+    REFINE = "refine"
     DECODE = "decode"
 
 
-STEPS = frozenset((Stage.DENOISE, Stage.APPROXIMATE))
+STEPS = frozenset((Stage.DENOISE, Stage.APPROXIMATE, Stage.REFINE))
 FIRST_STEP = 2
 """Index of the first step in a trajectory."""
 
@@ -86,6 +88,8 @@ class Trajectory:
     """Steps that are approximate in any case, in order."""
     approximable: tuple[int, ...] = ()
     """Steps that a policy may have approximated, in order; `task` computes them."""
+    num_refined: int = 0
+    """The last of `num_steps` are so many of a second pass."""
 
     @property
     def num_tasks(self) -> int:
@@ -98,8 +102,10 @@ class Trajectory:
         if index == 1:
             return Task(self.job_id, 1, Stage.PREPARE)
         if FIRST_STEP <= index < self.num_steps + FIRST_STEP:
-            stage = Stage.APPROXIMATE if index - FIRST_STEP in self.approximate else Stage.DENOISE
-            return Task(self.job_id, index, stage, step=index - FIRST_STEP)
+            step = index - FIRST_STEP
+            stage = Stage.APPROXIMATE if step in self.approximate else Stage.DENOISE
+            stage = stage if step < self.num_steps - self.num_refined else Stage.REFINE
+            return Task(self.job_id, index, stage, step=step)
         if index == self.num_steps + FIRST_STEP:
             return Task(self.job_id, index, Stage.DECODE)
         raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")

@@ -33,16 +33,6 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run the rest of a job."""
-
-    num_approximate: int
-    """Steps that it gives up: its loss."""
-    remaining_s: float
-    """As that of the job."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobView:
     """One unfinished job that has arrived."""
 
@@ -88,17 +78,13 @@ class JobView:
     """Whether `next_task` is one of them."""
     write_s: float = 0.0
     """Predicted time from the end of its decode to its file."""
+    num_refined: int = 0
+    """Last steps of the whole job that are of a second pass, with a cost of their own."""
     due_s: float = field(init=False)
     """When its decode is due: `deadline_s` less `write_s`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "due_s", self.deadline_s - self.write_s)
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        """What the rest may be: computed in full, or with up to all approximable steps approximate."""
-        each_s = self.saving_s / max(1, self.num_approximable)
-        return tuple(Option(n, self.remaining_s - n * each_s) for n in range(self.num_approximable + 1))
 
     @property
     def step_degree(self) -> int:
@@ -109,7 +95,7 @@ class JobView:
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step, or a decode."""
         match self.next_task.stage:
-            case Stage.DENOISE | Stage.APPROXIMATE:
+            case stage if stage in STEPS:
                 return self.step_degree
             case Stage.DECODE:
                 return self.max_decode_degree

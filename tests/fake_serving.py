@@ -31,7 +31,7 @@ from fault_plan import FaultFolder, Faults, ScriptedError
 from gfgen import log
 from gfgen.cli.serve import ServeOptions, serve_on
 from gfgen.cluster import ray_cluster
-from gfgen.cluster.member import Ended, MemberOptions, Ready, Start, versions_here
+from gfgen.cluster.member import MemberOptions, Ready, Start, versions_here
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.cluster.session import ClusterSession
@@ -57,6 +57,7 @@ from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
 from gfgen.server.protocol.server_schemas import served_model
+from gfgen.session.feed import Ended
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.session.session import Session
 

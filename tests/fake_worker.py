@@ -32,7 +32,7 @@ from gfgen.layout import Layout, shard_bounds
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import RunTask, SendState, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.messages import RankTimes, RunTask, SendState, StartJob, TaskFault, TaskReport
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
@@ -314,7 +314,7 @@ class FakeWorker:
                 job.keep(made, message.number)
         if self._visit(FaultPoint.PUBLISHED, message) is FaultKind.MUTE:
             return None
-        return TaskReport(message.number, began_s, time.monotonic(), 0.0, 0.0)
+        return TaskReport(message.number, RankTimes(self._rank, began_s, time.monotonic()))
 
     def _bring_input(self, job: _HeldJob, task: Task, message: RunTask) -> None:
         """Latents by transfers or out of the slab; the prompt always out of the slab."""

@@ -54,11 +54,12 @@ class FaultyAdapter:
         streams = (Path(os.environ["GFGEN_TEST_FAULTS"]) / "streams").exists()
         experts = getattr(self._adapter, "_experts", None) or [self._adapter._pipeline.transformer]
         for transformer in filter(None, experts):
-            if streams and not hasattr(transformer, "streams"):
+            if streams and not hasattr(transformer, "has_pauses"):
+                transformer.has_pauses = True
                 blocks = next(each for each in transformer.modules() if isinstance(each, torch.nn.ModuleList))
                 for block in blocks:
                     block.register_forward_pre_hook(_pause)
-            transformer.streams = streams
+            vars(transformer)["gfgen_stream"] = object() if streams else None
         return streams
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import rehearsal
+from gfgen.models.streaming.keeping import Kept
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas
 from gfgen.runtime.ipc.settings import WorkerSettings
@@ -176,6 +177,17 @@ def taken_order(name: str) -> str | None:
     return None
 
 
+def dying(method: Any) -> Any:
+    """A method in which a process dies if a file tells it to."""
+
+    def wrapped(*arguments: Any) -> Any:
+        if taken_order(method.__name__) == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*arguments)
+
+    return wrapped
+
+
 def when_formatted(map_arenas: Any) -> Any:
     """What `map_arenas` returns, once the other ranks have written their headers."""
     deadline_s = time.monotonic() + MAPPING_S
@@ -199,6 +211,8 @@ def imitate_cuda() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
+    for name in ("leave", "come_back"):
+        setattr(Kept, name, dying(getattr(Kept, name)))
     memory.STAGING_BYTES = STAGING_BYTES
     gpu.DeviceMemory = ImitationMemory  # type: ignore[misc]
     forwards.MIN_REPLAYS = 1

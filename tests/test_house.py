@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_193,
-    "files of the package": 280,
-    "lines of the core": 5_945,
+    "lines of the package": 63_953,
+    "files of the package": 287,
+    "lines of the core": 5_760,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,
@@ -26,6 +26,7 @@ LIMITS = {
     "folders that name lora": 5,
     "folders that name offload": 1,
     "folders that name fp8": 3,
+    "folders that name upscale": 5,
 }
 """The core is the list of docs/core.md. A folder names a feature if a name in its code contains the word."""
 ORDER = [
@@ -68,6 +69,7 @@ ORDER = [
     "gfgen.cluster",
     "gfgen.cli.shown",
     "gfgen.cli",
+    "gfgen.api",
     "gfgen.__main__",
 ]
 """Packages and single modules. Each imports itself and what stands before it."""

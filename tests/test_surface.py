@@ -5,7 +5,8 @@ import inspect
 
 import click
 
-from gfgen import errors
+import gfgen
+from gfgen import api, errors
 from gfgen.cli.main import cli
 from gfgen.graph import Stage
 from gfgen.job.fields import FIELDS
@@ -28,6 +29,36 @@ def subcommand(*names: str) -> click.Command:
         assert found is not None
         command = found
     return command
+
+
+def test_names_of_the_package_and_options_of_a_session():
+    assert gfgen.__all__ == ["Session", "check", "errors", "generate", "plan"]
+    assert api._OPTIONS == (
+        "model",
+        "gpus",
+        "policy",
+        "output_dir",
+        "batch",
+        "ranks",
+        "device",
+        "ranks_per_gpu",
+        "memory",
+        "random_weights",
+        "vae_dtype",
+        "graphs",
+        "trust_remote_code",
+        "compile",
+        "precision",
+        "attention",
+    )
+    assert list(vars(api.Result)["__annotations__"]) == [
+        "job",
+        "path",
+        "error",
+        "seconds",
+        "contents",
+        "suffix",
+    ]
 
 
 def test_commands():
@@ -57,6 +88,7 @@ def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--attention",
         "--batch",
+        "--column",
         "--compile",
         "--device",
         "--dry-run",
@@ -152,6 +184,7 @@ def test_check_has_the_options_of_run_that_decide_what_it_does():
 
 
 JOBS = [
+    "--column",
     "--format",
     "--frames",
     "--limit",
@@ -260,6 +293,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == sorted(
         [
+            "--attention",
             "--batch",
             "--json",
             "--memory",
@@ -267,6 +301,7 @@ def test_options_of_the_other_commands():
             "--nodes",
             "--output",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             "-o",
@@ -276,6 +311,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plan")) == sorted(
         [
             "--at",
+            "--attention",
             "--batch",
             "--by",
             "--json",
@@ -283,6 +319,7 @@ def test_options_of_the_other_commands():
             "--model",
             "--nodes",
             "--policy",
+            "--precision",
             "--profile",
             "--ranks",
             *JOBS,
@@ -368,6 +405,9 @@ def test_fields_of_a_job():
         "sigmas",
         "recipe",
         "reuse",
+        "upscale",
+        "upscale_strength",
+        "upscale_steps",
         "deadline",
         "arrival",
         "timeout",
@@ -431,7 +471,7 @@ def test_events_of_the_journal():
         "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
-        "RankLoaded": ["time_s", "rank", "load_s"],
+        "RankLoaded": ["time_s", "rank", "load_s", "copied"],
         "LoadFailed": ["time_s", "models", "reason"],
         "SpaceLeft": ["time_s", "free_bytes"],
         "StopRequested": ["time_s", "signal_number"],
@@ -475,7 +515,7 @@ def test_fields_of_a_profile():
 
 
 def test_the_stages_are_what_journals_profiles_and_traces_call_them():
-    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "decode"]
+    assert list(Stage) == ["encode", "prepare", "denoise", "reuse", "refine", "decode"]
 
 
 def test_what_a_policy_sees():
@@ -524,5 +564,6 @@ def test_what_a_policy_sees():
         "saving_s",
         "may_approximate",
         "write_s",
+        "num_refined",
         "due_s",
     ]

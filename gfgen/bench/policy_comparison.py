@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
-from gfgen.runtime.core.metrics import Summary, percentile
+from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.system.wording import counted, in_words
+from gfgen.system.wording import counted, first_of, in_words
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """The default: single-rank replicas, then every policy."""
-MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
     "| policy | deadlines met | with slack | with slack, by class | mean latency | P95 | jobs a minute "
@@ -112,10 +111,7 @@ class PolicyComparison:
 def scores_of(content: Mapping[str, Any]) -> list[Score]:
     """The scores in a compare.json. Raises ValueError for other content."""
     try:
-        return [
-            Score(**{**run, "jobs": [JobScore(**job) for job in run.get("jobs", ())]})
-            for run in content["runs"]
-        ]
+        return [Score(**run) for run in content["runs"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"no runs of a comparison: {error}") from None
 
@@ -161,32 +157,13 @@ def _starved(run: PolicyRun) -> list[str]:
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
         return []
-    names = ", ".join(outcome.info.job_id for outcome in never[:MAX_NAMED])
-    more = f" and {len(never) - MAX_NAMED} more" if len(never) > MAX_NAMED else ""
+    names = ", ".join(first_of([outcome.info.job_id for outcome in never], "job"))
     jobs, error = counted(len(never), "job"), never[0].error
-    return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}{more}"]
+    return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}"]
 
 
 MAX_KEPT = 1000
 """Larger runs store no jobs: 100,000 of them would take 30 MB per policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobScore:
-    id: str
-    tag: str | None
-    status: str
-    arrival_s: float
-    started_s: float | None
-    ended_s: float
-    due_s: float | None
-    """The deadline without slack."""
-    busy_s: float
-    layouts: Sequence[str]
-    num_reused: int = 0
-
-    def is_in_time(self, slack_s: float = 0.0) -> bool:
-        return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s + slack_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +185,7 @@ class Score:
     """Share of jobs in time with slack, by tag."""
     replaced_by: str | None = None
     """The policy that finished the run after this one failed too often."""
-    jobs: Sequence[JobScore] = ()
+    jobs: Sequence[Mapping[str, Any]] = ()
     """In the order of their ends; empty with more than MAX_KEPT jobs, or in older files."""
 
     @property
@@ -219,47 +196,43 @@ class Score:
 def score(
     policy: str, outcomes: Sequence[JobOutcome], *, slack_s: float, replaced_by: str | None = None
 ) -> Score:
-    jobs = [_job_score(outcome) for outcome in outcomes]
-    done = [outcome for outcome in outcomes if outcome.status == "done"]
-    latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done]
-    end_s = max((outcome.ended_s for outcome in outcomes), default=0.0)
-    makespan_s = end_s - min((outcome.arrival_s for outcome in outcomes), default=0.0)
+    summary, with_slack = summary_of(outcomes), summary_of([_allowed(each, slack_s) for each in outcomes])
+    latency = summary.latency
     return Score(
         policy=policy,
         num_jobs=len(outcomes),
-        num_failed=len(outcomes) - len(done),
-        attainment=_attainment(jobs, 0.0),
-        attainment_client=_attainment(jobs, slack_s),
-        mean_s=sum(latencies_s) / len(latencies_s) if latencies_s else None,
-        p50_s=percentile(latencies_s, 50) if latencies_s else None,
-        p95_s=percentile(latencies_s, 95) if latencies_s else None,
-        jobs_per_min=60 * len(done) / makespan_s if makespan_s > 0 else 0.0,
-        makespan_s=makespan_s,
-        by_class={
-            tag: _attainment([job for job in jobs if job.tag == tag], slack_s)
-            for tag in dict.fromkeys(job.tag for job in jobs)
-            if tag is not None
-        },
+        num_failed=len(outcomes) - summary.num_done,
+        attainment=summary.deadlines.fraction if summary.deadlines else 1.0,
+        attainment_client=with_slack.deadlines.fraction if with_slack.deadlines else 1.0,
+        mean_s=None if latency is None else latency.mean_s,
+        p50_s=None if latency is None else latency.p50_s,
+        p95_s=None if latency is None else latency.p95_s,
+        jobs_per_min=summary.jobs_per_min,
+        makespan_s=summary.makespan_s,
+        by_class={tag: met.fraction for tag, met in with_slack.deadlines_by_tag.items() if tag},
         replaced_by=replaced_by,
-        jobs=jobs if len(jobs) <= MAX_KEPT else [],
+        jobs=list(map(_job, outcomes)) if len(outcomes) <= MAX_KEPT else [],
     )
 
 
-def _attainment(jobs: Sequence[JobScore], slack_s: float) -> float:
-    verdicts = [job.is_in_time(slack_s) for job in jobs if job.due_s is not None]
-    return sum(verdicts) / len(verdicts) if verdicts else 1.0
+def summary_of(outcomes: Sequence[JobOutcome]) -> Summary:
+    metrics = Metrics()
+    for outcome in outcomes:
+        metrics.ended(outcome)
+    return metrics.summary()
 
 
-def _job_score(outcome: JobOutcome) -> JobScore:
-    return JobScore(
-        id=outcome.info.job_id,
-        tag=outcome.info.spec.tag,
-        status=outcome.status,
-        arrival_s=outcome.arrival_s,
-        started_s=outcome.started_s,
-        ended_s=outcome.ended_s,
-        due_s=outcome.deadline_s,
-        busy_s=outcome.busy_s,
-        layouts=outcome.layouts,
-        num_reused=outcome.num_approximate,
-    )
+def _allowed(outcome: JobOutcome, slack_s: float) -> JobOutcome:
+    due_s = outcome.deadline_s
+    return outcome if due_s is None else replace(outcome, deadline_s=due_s + slack_s)
+
+
+def _job(outcome: JobOutcome) -> dict[str, Any]:
+    names = ("status", "arrival_s", "started_s", "ended_s", "busy_s", "layouts")
+    return {
+        "id": outcome.info.job_id,
+        "tag": outcome.info.spec.tag,
+        **{name: getattr(outcome, name) for name in names},
+        "due_s": outcome.deadline_s,
+        "num_reused": outcome.num_approximate,
+    }

@@ -116,22 +116,15 @@ def plan_measurements(
 def within(
     plan: Sequence[Measurement], seconds_of: Callable[[Measurement], float], *, budget_s: float
 ) -> list[Measurement]:
-    """The first round, and as many later ones as fit into the budget, the fastest shapes first."""
-    shapes: dict[tuple[int, str, str], list[Measurement]] = defaultdict(list)
-    for entry in plan:
-        if entry.kind != "moving":
-            shapes[entry.round, entry.model, entry.job.shape].append(entry)
-    costs_s = {key: math.fsum(map(seconds_of, entries)) for key, entries in shapes.items()}
-    quickest = min((key for key in costs_s if key[0] == 1), key=lambda key: costs_s[key])
-    moving = [entry for entry in plan if entry.kind == "moving" and entry.job.shape == quickest[2]]
-    kept, total_s = {key for key in costs_s if key[0] == 1}, math.fsum(map(seconds_of, moving))
-    total_s += math.fsum(costs_s[key] for key in kept)
-    for key in sorted(costs_s.keys() - kept, key=lambda key: costs_s[key]):
-        total_s += costs_s[key]
-        if total_s > budget_s:
-            break
-        kept.add(key)
-    keys = {entry.key for key in kept for entry in shapes[key]} | {entry.key for entry in moving}
+    """The first round, with moves of the fastest shape alone, and as much of later ones as the budget has."""
+    first, later = [[entry for entry in plan if (entry.round > 1) is is_later] for is_later in (False, True)]
+    quickest = min(first, key=seconds_of).job.shape
+    kept = [entry for entry in first if entry.kind != "moving" or entry.job.shape == quickest]
+    left_s = budget_s - math.fsum(map(seconds_of, kept))
+    for entry in sorted(later, key=seconds_of):
+        if (left_s := left_s - seconds_of(entry)) >= 0:
+            kept.append(entry)
+    keys = {entry.key for entry in kept}
     return [entry for entry in plan if entry.key in keys]
 
 
@@ -153,8 +146,7 @@ def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
 def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
     """Warm-up jobs with prompts of the same length, on which graphs may depend."""
     return [
-        new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
-        for entry in plan
+        new_copy_of(entry.job, "warm-up", entry.job.spec.steps or 0, occasion="warm-up") for entry in plan
     ]
 
 

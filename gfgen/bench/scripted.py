@@ -19,8 +19,9 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
+from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
@@ -122,7 +123,8 @@ def copy_of(
         timeout_s=None,
         priority=priority,
     )
-    trajectory = Trajectory(job_id, steps, job.trajectory.artifacts)
+    artifacts, number = job.trajectory.artifacts, job.trajectory.num_refined
+    trajectory = Trajectory(job_id, steps + number, artifacts, num_refined=number)
     suffix = Path(job.info.file).suffix
     info = replace(
         job.info,

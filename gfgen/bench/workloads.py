@@ -87,16 +87,8 @@ def mix_of(model: str, *, steps: int | None = None) -> Mix:
     return MIXES[model] if steps is None else replace(MIXES[model], steps=steps)
 
 
-@dataclass(frozen=True, slots=True)
-class StandAlone:
-    by_degree: Mapping[int, Mapping[str, float]]
-
-    def of(self, tag: str, *, degree: int = 1) -> float:
-        return self.by_degree[degree][tag]
-
-    def mean_s(self, mix: Mix) -> float:
-        """Of the mix, on one rank."""
-        return sum(cls.share * self.of(cls.tag) for cls in mix.classes)
+StandAlone = Mapping[int, Mapping[str, float]]
+"""By degree and class: how long a job takes alone."""
 
 
 def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
@@ -112,9 +104,7 @@ def stand_alone(
     model: ResolvedModel, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
 ) -> StandAlone:
     jobs = admitted(calibration_jobs(model.name, steps=steps), model)
-    return StandAlone(
-        {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
-    )
+    return {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
@@ -156,14 +146,14 @@ def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOp
     mix = mix_of(model, steps=options.steps)
     rng = random.Random(f"{name} {model} {options.seed}")
     # At this rate, single-rank replicas are busy for the share `load` of the time.
-    rate = options.load * options.num_ranks / times.mean_s(mix)
+    rate = options.load * options.num_ranks / sum(cls.share * times[1][cls.tag] for cls in mix.classes)
     until_s = math.inf if options.minutes is None else 60 * options.minutes
     endless = itertools.takewhile(lambda arrival: arrival[0] <= until_s, _ARRIVALS[name](rng, mix, rate))
     arrivals = itertools.islice(endless, options.num_jobs)
     jobs = []
     for number, (arrival_s, cls) in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]), start=1):
         spec = _spec(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
-        deadline_s = cls.alpha * times.of(cls.tag, degree=options.deadlines_from)
+        deadline_s = cls.alpha * times[options.deadlines_from][cls.tag]
         jobs.append(
             replace(
                 spec,
@@ -182,7 +172,7 @@ def _with_some_deadlines(
     jobs: Sequence[JobSpec], rng: random.Random, times: StandAlone, options: WorkloadOptions
 ) -> tuple[JobSpec, ...]:
     """Give a fifth of the jobs a deadline during the night; the others have none."""
-    night_s = sum(times.of(job.tag or "") for job in jobs) / options.num_ranks
+    night_s = sum(times[1][job.tag or ""] for job in jobs) / options.num_ranks
     chosen = [rng.random() < OVERNIGHT_WITH_DEADLINE for _ in jobs]
     due_s = [(job.deadline_s or 0.0) + rng.random() * night_s for job in jobs]
     return tuple(

@@ -6,15 +6,17 @@ import contextlib
 import functools
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import click
 
-from gfgen.cli.run_files import RunOptions, check_records, claims_of, has_bar, session_of
+from gfgen.cli.run_files import RunOptions, claims_of, has_bar, session_of
 from gfgen.cli.shown.prediction import known_here, machine, slowdowns
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
@@ -22,13 +24,10 @@ from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
 from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.effects import tell_of_warnings
-from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
-from gfgen.runtime.files.ownership import STATUSES, Claims
+from gfgen.runtime.files.ownership import STATUSES, Claims, check_records
 from gfgen.runtime.predict.profile_file import check_profile
-from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open, seldom_asked
-from gfgen.runtime.simulate.planner import FULL_TASKS
-from gfgen.runtime.simulate.simulation import simulate
+from gfgen.runtime.simulate.planner import FULL_TASKS, PlanWindow, RankPlanner
 from gfgen.session.admission import AdmittedSource, judge, warn_of_passed_deadlines
 from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.session.ranks import Ranks, differences, made_with
@@ -41,6 +40,14 @@ WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
 def check_jobs(source: JobSource, options: RunOptions) -> int:
     """Print the report; returns 2 if a run would start nothing because of a problem."""
+    found = report(source, options)
+    click.echo(json.dumps(found.as_json(), indent=1) if options.logs.log_json else str(found))
+    problems, jobs = found.found.problems, found.found.jobs
+    return 2 if problems and not (options.skip_invalid and jobs) else 0
+
+
+def report(source: JobSource, options: RunOptions) -> Report:
+    """What a run would do. Raises: InputError for a file or a model."""
     if options.output_dir.exists():
         check_records(options.output_dir)
     claims, now = claims_of(source, options), time.time()
@@ -57,25 +64,17 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
         space = dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {}
         nodes = {} if cluster is None else cluster.started()
-    report = _Report(source, options, claims, found, memory, space, prediction, logged, nodes)
-    text = json.dumps(report.as_json(), indent=1) if options.logs.log_json else "\n".join(report.lines())
-    click.echo(text)
-    return 2 if found.problems and not (options.skip_invalid and found.jobs) else 0
+    return Report(source, options, claims, found, memory, space, prediction, logged, nodes)
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[list[tuple[str, str]]]:
-    logger, logged = logging.getLogger("gfgen"), list[tuple[str, str]]()
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append((record.levelname, record.getMessage()))
-
+def _collected() -> Iterator[list[logging.LogRecord]]:
+    logger, kept = logging.getLogger("gfgen"), BufferingHandler(sys.maxsize)
     handlers, level = logger.handlers, logger.level
-    logger.handlers = [Collector(logging.INFO)]
+    logger.handlers = [kept]
     logger.setLevel(logging.INFO)
     try:
-        yield logged
+        yield kept.buffer
     finally:
         logger.handlers = handlers
         logger.setLevel(level)
@@ -157,44 +156,33 @@ def _prediction(
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
+    about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=PlanWindow(now, batch=options.batch))
+    planner = RankPlanner(reads_s=reads_s, is_coarse=True, **about)
+    # An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
+    has_shared_steps = options.batch > 1 or bool(reads_s)
+    in_full = has_shared_steps and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
     try:
-        start: dict[str, Any] = dict(profile=profile, num_ranks=num_ranks, started_at=now, reads_s=reads_s)
-        outcomes = _outcomes(jobs, options, **start)
+        found = (planner.in_full if in_full else planner.estimated)(options.policy.name, num_ranks)
     except DecisionTimeout as error:
         return _Prediction(str(error))
-    if outcomes is None:
+    except RunError:
+        found = None
+    if found is None:
         return _Prediction(f"{options.policy.name} fails in an estimate; 'gfgen simulate' shows the details")
-    due = [outcome for outcome in outcomes if outcome.deadline_s is not None]
+    timed_out = tuple(job.job_id for job in found.failed)
+    due = {job.job_id for job in jobs if job.spec.deadline_s is not None or job.spec.deadline_at is not None}
     return _Prediction(
         machine=machine(profile, jobs, num_ranks=num_ranks),
-        seconds=round(outcomes[-1].ended_s, 3),
-        ends_at=now + outcomes[-1].ended_s,
-        late=tuple(outcome.info.job_id for outcome in due if not outcome.met_deadline),
+        seconds=round(found.end_s, 3),
+        ends_at=now + found.end_s,
+        late=(*(job.job_id for job in found.late), *(each for each in timed_out if each in due)),
         deadlines=len(due),
-        timed_out=tuple(outcome.info.job_id for outcome in outcomes if outcome.status == "failed"),
+        timed_out=timed_out,
     )
 
 
-def _outcomes(jobs: Sequence[AdmittedJob], options: RunOptions, **start: Any) -> Sequence[JobOutcome] | None:
-    """The predicted outcomes, the first to end first; None if the policy fails.
-
-    An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
-    """
-    policy, num_tasks = options.policy, sum(job.trajectory.num_tasks for job in jobs)
-    if (options.batch == 1 and not start["reads_s"]) or num_tasks > FULL_TASKS:
-        snapshot = everything_open(jobs, batch=options.batch, **start)
-        return estimate(jobs, snapshot, decides_first(policy, snapshot))
-    try:
-        run = simulate(
-            jobs, policy=seldom_asked(policy.name), load=seldom_asked, batch=options.batch, **start
-        )
-    except RunError:
-        return None
-    return None if run.summary.policy_fault is not None else run.outcomes
-
-
 @dataclass(frozen=True)
-class _Report:
+class Report:
     source: JobSource
     options: RunOptions
     claims: Claims
@@ -202,8 +190,11 @@ class _Report:
     memory: _Memory | None
     space: Mapping[str, int]
     prediction: _Prediction | None
-    logged: Sequence[tuple[str, str]]
+    logged: Sequence[logging.LogRecord]
     nodes: Mapping[str, Ranks]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
         counts, (changed, again) = self._counts(), self._made_again()
@@ -230,8 +221,9 @@ class _Report:
             yield f"space     files take up to {size_in_words(needed)}; {size_in_words(left)} is free{lack}"
         if self.prediction is not None:
             yield f"time      {self.prediction.in_words()}"
-        for level, text in self.logged:
-            yield f"{'note' if level == 'INFO' else level.lower():<10}{text}"
+        for record in self.logged:
+            kind = "note" if record.levelno == logging.INFO else record.levelname.lower()
+            yield f"{kind:<10}{record.getMessage()}"
 
     def as_json(self) -> dict[str, Any]:
         changed, again = self._made_again()
@@ -254,8 +246,8 @@ class _Report:
             "memory": None if self.memory is None else asdict(self.memory),
             "space": self.space,
             "prediction": None if self.prediction is None else asdict(self.prediction),
-            "notes": [text for level, text in self.logged if level == "INFO"],
-            "warnings": [text for level, text in self.logged if level != "INFO"],
+            "notes": [each.getMessage() for each in self.logged if each.levelno == logging.INFO],
+            "warnings": [each.getMessage() for each in self.logged if each.levelno > logging.INFO],
         }
 
     def _counts(self) -> Mapping[str, int]:

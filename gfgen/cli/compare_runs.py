@@ -27,7 +27,7 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.cli.shown.prediction import choose_profile
-from gfgen.cli.shown.progress import make_progress
+from gfgen.cli.shown.progress import FailureProgress
 from gfgen.errors import InputError, InterruptedRunError, PolicyError, WorkerError
 from gfgen.job.fields import FIELDS, Refused
 from gfgen.job.shared import number_of
@@ -162,9 +162,8 @@ class _StartedWorkers:
         watch, jobs = OutcomeRecorder(), jobs_with(specs, varied, self._model)
         with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=policy)
-            progress = make_progress(quiet=True, log_json=False)
             summary = self._session.run(
-                jobs, options=options, observers=[progress, watch], profile=self._profile
+                jobs, options=options, observers=[FailureProgress(), watch], profile=self._profile
             )
         if (number := self._session.stop_signal) is not None:
             raise InterruptedRunError("stopped", signal_number=number)
@@ -195,4 +194,4 @@ class _StartedWorkers:
                 for outcome in outcomes if repeat else ():
                     taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
             by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
-        return StandAlone(by_degree)
+        return by_degree

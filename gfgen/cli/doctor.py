@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,18 +26,24 @@ from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.job.spec import JobSpec
 from gfgen.models.ahead.places import compiler_dirs
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, needed
-from gfgen.models.families.registry import find_configs
+from gfgen.models.families.registry import HUB_IDS, find_configs
+from gfgen.runtime.core.admission import admit
 from gfgen.runtime.ipc.arenas import HOST_PLAN
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
+from gfgen.session.admission import find_weightless
+from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.system.home import home
 from gfgen.system.machine import (
     COMPUTING,
+    OWN_POLICIES,
     PATCHING,
     SERVING,
     VIDEOS,
+    available_bytes,
     cache_dir,
     cpu_quota,
     free_bytes,
@@ -62,6 +69,7 @@ def doctor() -> int:
         ("machine", _machine()),
         ("packages", _packages(missing)),
         ("GPUs", _gpus(missing)),
+        ("models", _models()),
         ("caches", _caches()),
     ):
         click.echo(f"{section}")
@@ -91,7 +99,13 @@ def _packages(missing: list[str]) -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} ({_INSTALL})")
-    for purpose, names in (("videos", VIDEOS), ("LoRAs", PATCHING), ("gfgen serve", SERVING)):
+    purposes = {
+        "videos": VIDEOS,
+        "LoRAs": PATCHING,
+        "policies of programs": OWN_POLICIES,
+        "gfgen serve": SERVING,
+    }
+    for purpose, names in purposes.items():
         for name in names:
             try:
                 version(name)
@@ -134,6 +148,24 @@ def _gpus(missing: list[str]) -> Iterator[str]:
             )
     except PackageNotFoundError:
         pass
+
+
+def _models(ranks: Ranks | None = None) -> Iterator[str]:
+    """What fits on GPUs with a job of each model's defaults, and what streaming costs."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    pinned = "all of it" if locked == resource.RLIM_INFINITY else size_in_words(locked)
+    available = size_in_words(available_bytes() or 0)
+    yield f"main memory: {available} available; a program may pin {pinned} (ulimit -l)"
+    ranks = ranks or AskedRanks(random_weights=True).here()
+    for name in HUB_IDS if ranks.are_on_gpus else ():
+        memory, spec = ranks.memory, JobSpec(id=name, prompt=name, model=name)
+        jobs, _ = admit([spec], default_model=name, find_model=find_weightless)  # none if it needs a picture
+        try:
+            fitting, problems = memory.fit(jobs)
+            yield from (f"{name}, {job.spec.size_text}: {memory.in_words(job.checkpoint)}" for job in fitting)
+            yield from (f"{name}: {each}" for each in problems)
+        except InputError as error:
+            yield str(error)
 
 
 def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:

@@ -178,6 +178,19 @@ def given_in(options: Any, *names: str) -> str | None:
     return None
 
 
+def checked(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A program's values for options of this dataclass, as commands have them. Raises: InputError."""
+    found = {}
+    for name, value in given.items():
+        taking: Any = _fields_of(kind)[name].metadata["click"].add(lambda: None, name)
+        (parameter,) = taking.__click_params__
+        try:
+            found[name] = parameter.type_cast_value(click.Context(click.Command(name)), value)
+        except click.BadParameter as error:
+            raise InputError(f"{name} = {value!r}: {error.message}") from None
+    return found
+
+
 def takes(**kinds: Any) -> Option:
     """A decorator: the command gets each of these dataclasses, or fields of `group`, as one argument."""
     found = {name: group(kind) if isinstance(kind, type) else kind for name, kind in kinds.items()}
@@ -305,15 +318,7 @@ class RankOptions(AskedRanks):
 
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine, `cpu_ranks` without GPUs. Raises: InputError if it has fewer GPUs."""
-        if self.gpus is not None:
-            _show_only(self.gpus)
-        ranks = self.here(cpu_ranks=cpu_ranks)
-        if self.gpus is not None and not ranks.are_on_gpus:
-            raise InputError(
-                f"--gpus {self.gpus}: no usable GPU ('gfgen doctor' says why); leave it out for the CPU"
-            )
-        if self.gpus is not None and self.ranks is None and len(ranks.devices.gpus) <= self.gpus.count(","):
-            logger.warning("--gpus %s: only %d of them can be used", self.gpus, len(ranks.devices.gpus))
+        ranks = self.here(cpu_ranks=cpu_ranks, gpus=self.gpus)
         if not ranks.are_on_gpus:
             context = click.get_current_context()
             if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
@@ -322,23 +327,6 @@ class RankOptions(AskedRanks):
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
-
-    @property
-    def asked(self) -> AskedRanks:
-        """The same for another machine, whose GPUs have other numbers."""
-        names = [field.name for field in dataclasses.fields(AskedRanks)]
-        return AskedRanks(**{name: getattr(self, name) for name in names})
-
-
-def _show_only(gpus: str) -> None:
-    """Hide the other GPUs from this process and its children; numbers are those of `gfgen doctor`."""
-    shown = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-    chosen = [part.strip() for part in gpus.split(",")]
-    if len(set(chosen)) < len(chosen) or not all(part.isascii() and part.isdigit() for part in chosen):
-        raise InputError(f"--gpus {gpus}: numbers of GPUs are accepted, such as 0,2")
-    if shown and any(int(part) >= len(shown) for part in chosen):
-        raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +368,13 @@ class JobOptions:
         "--set",
         multiple=True,
         metavar="FIELD=VALUE",
+    )
+    columns: tuple[str, ...] = option(
+        "Of job files in Parquet: read this column as this field, and no column without a name. May be "
+        "repeated.",
+        "--column",
+        multiple=True,
+        metavar="FIELD=COLUMN",
     )
     vary: bool = flag('Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.')
     size: str | None = option("The same as --set size=WxH, such as 832x480.", metavar="WxH")
@@ -426,6 +421,8 @@ class JobOptions:
             raise click.UsageError(
                 'name a job file, - for standard input, or give a prompt: -p "a red circle falls"'
             )
+        if wrong := next((text for text in self.columns if "=" not in text), None):
+            raise InputError(f"--column {wrong}: FIELD=COLUMN is accepted, such as prompt=caption")
         pairs = [("--set", text) for text in self.settings]
         names = ("size", "steps", "seed", "frames", "num_images", "negative_prompt", "output_name", "format")
         for name in names:
@@ -437,6 +434,7 @@ class JobOptions:
             prompts=self.prompts,
             overrides=parse_overrides(pairs) | ({"vary": True} if self.vary else {}),
             fallbacks={name: value for name, value in fallbacks.items() if value},
+            columns=dict(text.split("=", 1) for text in self.columns),
             own_recipes=own_recipes(),
             lora_folder=self.lora_dir.absolute() if self.lora_dir else None,
             is_plain=self.plain,

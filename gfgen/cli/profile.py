@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from gfgen.runtime.processes.starting import warm_up
 from gfgen.session.admission import jobs_to_run, judge
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.session.warming import warm_ups
-from gfgen.system.linefile import LineFile
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted, in_words
@@ -126,24 +124,24 @@ def profile(
         plan = profiling.within(
             plan, lambda entry: profiling.predicted_s(entry, costs, num_ranks=num_ranks), budget_s=BUDGET_S
         )
-    with contextlib.closing(_Unfinished(path, plan, options)) as unfinished:
-        todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
-        _announce(plan, todo, costs, options)
-        if dry_run:
-            return
-        unfinished.open()
-        _measure(todo, unfinished, costs, options, on_host)
-        words = [*_given(jobs, models, sizes), "--ranks", str(options.num_ranks), *options.words]
-        made = profiling.assemble(
-            unfinished.measured,
-            plan,
-            device=options.profiled_as,
-            source=" ".join(["gfgen", "profile", *words]),
-            num_ranks=most,
-            versions=versions(),
-        )
-        save_profile(made, path)
-        unfinished.remove()
+    unfinished = _Unfinished(path, plan, options)
+    todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
+    _announce(plan, todo, costs, options)
+    if dry_run:
+        return
+    unfinished.save()  # before anything is measured
+    _measure(todo, unfinished, costs, options, on_host)
+    words = [*_given(jobs, models, sizes), "--ranks", str(options.num_ranks), *options.words]
+    made = profiling.assemble(
+        unfinished.measured,
+        plan,
+        device=options.profiled_as,
+        source=" ".join(["gfgen", "profile", *words]),
+        num_ranks=most,
+        versions=versions(),
+    )
+    save_profile(made, path)
+    unfinished.remove()
     for line in _table(made.rows):
         click.echo(line)
     click.echo(f"wrote {counted(len(made.rows), 'row')} to {path}")
@@ -261,42 +259,38 @@ def _measure(
 
 
 class _Unfinished:
+    """What a profile that was stopped has measured: the same command goes on from there."""
+
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
-        content = json.dumps([options.profiled_as, versions(), options.num_ranks, *options.words])
-        self._stamp = hashlib.sha256(content.encode()).hexdigest()
-        keys = {entry.key for entry in plan}
+        self._stamp = [options.profiled_as, dict(versions()), options.num_ranks, *options.words]
         self.measured: dict[str, Samples] = {}
-        for line in self._path.read_bytes().splitlines() if self._path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # of an incomplete line
-                entry = json.loads(line)
-                if entry["stamp"] == self._stamp and entry["key"] in keys:
-                    samples = entry["samples"]
-                    moves = [(int(size), float(seconds)) for size, seconds in samples["moves"]]
-                    tasks, writes, gaps = samples["tasks"], samples["writes"], samples["gaps"]
-                    self.measured[entry["key"]] = Samples(tasks, writes, gaps, moves)
-        self._lines: LineFile | None = None
+        keys = {entry.key for entry in plan}
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # none, or that of another version
+            found = json.loads(self._path.read_text())
+            if found["stamp"] == self._stamp:
+                self.measured = {
+                    key: Samples(**each) for key, each in found["samples"].items() if key in keys
+                }
 
-    def open(self) -> None:
-        """Create the file before anything is measured. Raises: InputError or OutputError if that fails."""
+    def save(self) -> None:
+        """Raises: InputError where the file cannot be written."""
+        samples = {key: asdict(each) for key, each in self.measured.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps({"stamp": self._stamp, "samples": samples}))
         except OSError as error:
-            raise InputError(f"--output {self._path.parent}: cannot be made ({error.strerror})") from None
-        self._lines = LineFile(self._path)
+            folder = self._path.parent
+            raise InputError(f"--output {folder}: cannot be made or written ({error.strerror})") from None
 
     def add(self, entry: Measurement, samples: Samples) -> None:
-        assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples
-        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": asdict(samples)}
-        self._lines.append(json.dumps(line).encode() + b"\n")
+        self.save()
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
 
 
 def _table(rows: Sequence[ProfileRow]) -> Iterator[str]:

@@ -23,7 +23,6 @@ from gfgen.cli.run_files import (
     FileHook,
     RunOptions,
     admit_jobs,
-    check_records,
     check_watched,
     check_written,
     resolved,
@@ -37,11 +36,10 @@ from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.ownership import default_folder, job_file_name
+from gfgen.runtime.files.ownership import check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.session.admission import with_time
 from gfgen.session.session import Arrivals, Session, try_to_write
-from gfgen.system.machine import warn_of_unknown_zone
 from gfgen.system.outlet import drain, unblocked
 from gfgen.system.wording import counted
 
@@ -132,7 +130,6 @@ def run(given: Arguments) -> int:
     output_dir = given.output or default_folder(Path("outputs"), name, first)
     check_written(source.paths if source else (), {"--trace": given.trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
-    warn_of_unknown_zone()
     if given.output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     with cluster.connected(given, model=given.model, output_dir=output_dir) as found:
@@ -245,7 +242,7 @@ def _joined(first: Summary, retried: Summary) -> Summary:
         num_tasks=first.num_tasks + retried.num_tasks,
         makespan_s=first.makespan_s + retried.makespan_s,
         failures=retried.failures,
-        busy_s=(),
+        num_ranks=0,
     )
 
 
@@ -347,12 +344,10 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    from gfgen.cli.shown.progress import make_file_progress, make_progress
+    from gfgen.cli.shown.progress import progress_of
 
     logs = options.logs
-    observers = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
-    if logs.log_file:
-        observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
+    observers = progress_of(quiet=logs.quiet, log_json=logs.log_json, has_file=logs.log_file is not None)
     if options.on_file is not None:
         observers.append(options.on_file)
     if options.trace:

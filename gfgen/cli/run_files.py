@@ -32,11 +32,10 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, check_own
+from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
 from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.session import Session, SessionOptions
-from gfgen.system.linefile import check_appendable
 from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
@@ -66,15 +65,6 @@ def check_watched(folder: Path, output_dir: Path) -> None:
         raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
     if resolved(folder) == resolved(output_dir):
         raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
-
-
-def check_records(output_dir: Path) -> None:
-    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines, or if
-    this user may not append to them, before ranks start."""
-    for name in (MANIFEST_NAME, WATCHED_NAME):
-        check_own(output_dir / name)
-    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
-        check_appendable(output_dir / name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +173,7 @@ class ClusterOptions:
             member=MemberOptions(
                 policy=given.policy,
                 model=model,
-                ranks=given.ranks.asked,
+                ranks=given.ranks,
                 lookahead_s=given.lookahead / 1000,
                 work_dir=os.getcwd(),
             ),

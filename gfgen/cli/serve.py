@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import machine
-from gfgen.system.machine import SERVING, check_limits, check_packages, versions, warn_of_unknown_zone
+from gfgen.system.machine import SERVING, check_limits, check_packages, versions
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -76,20 +76,16 @@ class _Size(click.ParamType[int]):
         return parse_memory(str(value), option="" if param is None else param.opts[0])
 
 
-class _Pattern(click.ParamType[str]):
-    """Text that matches a pattern; a slash at its end is dropped unless it `keeps_slash`."""
+def _pattern(name: str, pattern: str, *, accepted: str, dropped: str = "/") -> Callable[[object], str]:
+    """A type: text that matches a pattern, without a slash at its end."""
 
-    def __init__(self, name: str, pattern: str, *, accepted: str, keeps_slash: bool = False) -> None:
-        self.name = name
-        self._dropped = "" if keeps_slash else "/"
-        self._pattern = pattern
-        self._accepted = accepted
+    def check(value: object) -> str:
+        if not re.fullmatch(pattern, found := str(value).rstrip(dropped)):
+            raise click.BadParameter(f"{value!r}: {accepted} is accepted")
+        return found
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value).rstrip(self._dropped)
-        if not re.fullmatch(self._pattern, text):
-            self.fail(f"{value!r}: {self._accepted} is accepted", param, ctx)
-        return text
+    check.__name__ = name  # which --help shows
+    return check
 
 
 _SITE = r"https?://[A-Za-z0-9.\-\[\]:]+"
@@ -127,7 +123,7 @@ class Arguments:
         "--lora",
         multiple=True,
         metavar="NAME=PATH",
-        type=_Pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
+        type=_pattern("lora", r"[A-Za-z0-9._-]{1,64}=.+", accepted="NAME=PATH"),
     )
     api: ApiOptions = opt.group(
         ApiOptions,
@@ -135,40 +131,38 @@ class Arguments:
             "Also serve MODEL under the name ALIAS, for example sora-2=wan2.2-ti2v-5b. Repeatable.",
             "--served-model-name",
             multiple=True,
-            type=_Pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
+            type=_pattern("alias=model", r"[^=]+=.+", accepted="ALIAS=MODEL"),
         ),
         strict=opt.flag("Refuse requests with unknown fields, in place of ignoring these fields."),
         path_prefix=opt.option(
             "Path of the server behind a proxy. [the path of --public-url]",
             "--root-path",
-            type=_Pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
+            type=_pattern("path", r"(/[A-Za-z0-9._~\-]+)*", accepted="a path like /films"),
             default="",
             show_default=False,
         ),
         public_url=opt.option(
             "URL under which clients reach the server. The URLs of results begin with it.",
-            type=_Pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
+            type=_pattern("url", _SITE + r"(/[A-Za-z0-9._~\-]+)*", accepted="a URL like https://host/films"),
         ),
         allowed_origins=opt.option(
             "Site whose pages may use the API from a browser. Repeatable.",
             "--allow-origin",
             multiple=True,
-            type=_Pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
+            type=_pattern("origin", rf"{_SITE}|\*", accepted="an origin like https://example.com, or *,"),
         ),
         access_log=opt.flag("Log a line for each request."),
         a1111=opt.flag("Also serve A1111's API (/sdapi/v1), for clients such as SillyTavern."),
         webhook_url=opt.option(
             "URL to which the server sends each job when it has ended.",
             "--webhook",
-            type=_Pattern(
-                "url", r"https?://[!-~]+", accepted="a URL like https://host/path", keeps_slash=True
-            ),
+            type=_pattern("url", r"https?://[!-~]+", accepted="a URL like https://host/path", dropped=""),
         ),
         webhook_hosts=opt.option(
             "Host that a job's own `webhook` may name; HOST alone stands for ports 80 and 443. Repeatable.",
             "--webhook-host",
             multiple=True,
-            type=_Pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
+            type=_pattern("host", r"[a-z0-9.\-\[\]:]+", accepted="HOST or HOST:PORT in small letters"),
         ),
         webhook_secret=opt.option(
             "Secret that signs requests to webhooks, whsec_BASE64. Prefer the environment variable "
@@ -200,7 +194,7 @@ class Arguments:
     )
     umask: str = opt.option(
         "Permissions that new files do not have.",
-        type=_Pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
+        type=_pattern("mode", r"0?[0-7]{3}", accepted="three octal digits like 027"),
         default="077",
     )
     logs: opt.LogOptions = opt.group(opt.LogOptions)
@@ -216,7 +210,6 @@ def serve(given: Arguments) -> int:
     context, logs = click.get_current_context(), given.logs
     context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
-    warn_of_unknown_zone()
     keys = _checked_keys(given)
     models = given.models or (DEFAULT_MODEL,)
     for alias, name in given.api.aliases.items():

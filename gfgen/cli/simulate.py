@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from gfgen.cli.shown.simulated import as_json as plan_as_json
 from gfgen.cli.shown.simulated import in_plain_words, table
 from gfgen.cluster.simulated import MAX_NODES, NodePlanner, Nodes, simulate_nodes
 from gfgen.errors import InputError, OutputError, RunError
+from gfgen.job.reader import JobSource
 from gfgen.job.shared import closing_at
+from gfgen.models.families.precision import Precision
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.admission import check_batch, families_of
@@ -35,10 +37,12 @@ from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWrite
 from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import default_path, runs_path
 from gfgen.runtime.simulate.planner import Plan, PlanProgress, PlanWindow, RankPlanner
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
 from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
+from gfgen.system.machine import cpu_name
 from gfgen.system.wording import counted
 
 TRACE_NAME = "trace.json"
@@ -58,13 +62,32 @@ class Assumed:
         'Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
         metavar="SIZE",
     )
+    precision: tuple[str, ...] = opt.option(
+        "As for 'gfgen run': fp8 has profiles of its own, and smaller weights. Repeatable.",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+    )
+    attention: tuple[str, ...] = opt.option("Alike. Repeatable.", multiple=True, metavar="[MODEL=]fp8")
 
-    def room(self, jobs: opt.JobOptions) -> prediction.SimulatedMemory:
+    @property
+    def profile(self) -> Path | None:
+        """In fp8, by default the one that was measured so on this machine. Raises: InputError."""
+        asked = Precision(self.precision, self.attention)
+        if self.profile_path is not None or asked == Precision():
+            return self.profile_path
+        device = asked.named(prediction.gpu_name() or cpu_name())
+        found = next((path for path in (default_path(device), runs_path(device)) if path.is_file()), None)
+        if found is None:
+            raise InputError(f"no profile of {device}; 'gfgen profile' measures it, --profile names another")
+        return found
+
+    def room(self, source: JobSource) -> prediction.SimulatedMemory:
         """The admitted jobs, in the memory that they get. Raises: InputError as `admit_weightless`."""
-        source = jobs.source()
         admitted = admit_weightless(source, default_model=self.model, has_bar=has_cursor(sys.stderr))
         check_batch(self.batch, families_of(admitted))
-        return prediction.SimulatedMemory.of(admitted, self.memory, source=source.name)
+        return prediction.SimulatedMemory.of(
+            admitted, self.memory, source=source.name, precision=Precision(self.precision, self.attention)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +101,11 @@ class Arguments:
         default=("auto",),
     )
     ranks: tuple[int, ...] | None = opt.option(
-        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=prediction.RankCounts(), metavar="N"
+        "Numbers of ranks: 4, 1,2,4 or 1..8. [4]", type=prediction.rank_counts, metavar="N"
     )
     nodes: tuple[int, ...] | None = opt.option(
         "Numbers of machines that each have this many ranks (docs/cluster.md). [one]",
-        type=prediction.RankCounts("nodes", most=MAX_NODES),
+        type=prediction.counts_of("nodes", MAX_NODES),
         metavar="N",
     )
     assumed: Assumed = opt.group(Assumed)
@@ -105,9 +128,9 @@ def simulate(given: Arguments) -> int:
         name = "--memory" if assumed.memory else "--output" if output else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(given.policies)]
-    room = assumed.room(given.jobs)
-    counts = given.ranks or prediction.default_ranks(assumed.profile_path, room.jobs)
-    profile = prediction.choose_profile(assumed.profile_path, room.jobs, num_ranks=max(counts))
+    room = assumed.room(given.jobs.source())
+    counts = given.ranks or prediction.default_ranks(assumed.profile, room.jobs)
+    profile = prediction.choose_profile(assumed.profile, room.jobs, num_ranks=max(counts))
     now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(room.jobs, now=now)
     asked = {
@@ -272,13 +295,13 @@ class PlanArguments:
     ranks: tuple[int, ...] | None = opt.option(
         "Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
         "[4, and all that the profile has]",
-        type=prediction.RankCounts(),
+        type=prediction.rank_counts,
         metavar="N",
     )
     nodes: Nodes | None = opt.option(
         "Plan for N machines with this many ranks, such as 4x8 or, to name their devices, 4xh200x8, and say "
         "how many of them are enough. [one]",
-        type=prediction.NodesType(),
+        type=prediction.nodes_of,
         metavar="NxRANKS",
     )
     at: str | None = opt.option(
@@ -302,33 +325,50 @@ def plan(given: PlanArguments) -> None:
     The plan comes from simulations with a profile. It generates nothing.
     """
     opt.configure_log("warning")
+    found = planned(given.jobs.source(), given)
+    click.echo(json.dumps(found.as_json(), indent=1) if given.as_json else str(found))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan:
+    """A plan, and what to know about it."""
+
+    plan: Plan
+    profile: Profile
+    notes: Mapping[str, str | None]
+
+    def __str__(self) -> str:
+        lines = in_plain_words(self.plan, device=prediction.describe(self.profile))
+        return "\n".join([*lines, *filter(None, self.notes.values())])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**plan_as_json(self.plan), **self.notes}
+
+
+def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
+    """Raises: InputError for jobs, or if no profile can predict them."""
     nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
     if nodes and (assumed.memory or ranks or assumed.batch > 1):
         name = "--memory" if assumed.memory else "--ranks" if ranks else "--batch"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
-    room = assumed.room(given.jobs)
+    room = assumed.room(source)
     window = PlanWindow(started_at, by_s, assumed.batch)
     names = [load_policy(text).name for text in given.policies]
     made, profile, turns = _made(room, names, given, window)
-    unseen = prediction.unseen_shapes(profile, room.jobs)
     most_shared = None
     if nodes is not None and nodes.num_ranks > profile.num_ranks:
         most = counted(profile.num_ranks, "rank")
         most_shared = f"A step uses at most {most} here: the profile has no times of more."
-    if given.as_json:
-        said = {"memory": turns, "most_shared": most_shared, "unseen": unseen}
-        click.echo(json.dumps(plan_as_json(made) | said, indent=1))
-    else:
-        more = filter(None, [unseen, most_shared, turns])
-        click.echo("\n".join([*in_plain_words(made, device=prediction.describe(profile)), *more]))
+    unseen = prediction.unseen_shapes(profile, room.jobs)
+    return FoundPlan(made, profile, {"unseen": unseen, "most_shared": most_shared, "memory": turns})
 
 
 def _made(
     room: prediction.SimulatedMemory, policies: Sequence[str], given: PlanArguments, window: PlanWindow
 ) -> tuple[Plan, Profile, str | None]:
-    jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile_path
+    jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile
     if nodes is None:
         num_ranks = max(ranks or prediction.default_ranks(path, jobs))
         profile = prediction.choose_profile(path, jobs, num_ranks=num_ranks)

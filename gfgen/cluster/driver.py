@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,12 +36,13 @@ from gfgen.runtime.core.events import Event, PolicyChanged, PriorityChanged
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.ipc.messages import MemoryUse, RankTimes
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.runtime.predict.cost_table import Estimate, Provenance
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.workers import Requests
 from gfgen.snapshot import Arrangement
+from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    inputs: Sequence[Requests] = ()
-    """Signals, and requests from outside."""
+    inputs: Sequence[Requests | SignalPipe] = ()
     watchers: Watchers | None = None
     tell: Callable[[Event], None] = lambda event: None
     """Lets all nodes know of another policy or priority."""
@@ -81,7 +82,13 @@ class ClusterBackend:
             until = self.clock.now_s
         if self.links.scale is not None:
             self.links.scale(len(self._jobs), {self._node_of(each).name for each in self._attempts.values()})
-        found = [event for each in self.links.inputs for event in each.take_events(self.clock.now_s)]
+        found, now_s = list[Event](), self.clock.now_s
+        for each in self.links.inputs:
+            if not isinstance(each, SignalPipe):
+                found += each.take_events(now_s)
+                continue
+            with contextlib.suppress(BlockingIOError):
+                found += [events.StopRequested(now_s, number) for number in each.take()]
         for report in self.cluster.wait(until):
             found += self._events_of(report)
         return [*found, *self.clock.due()]
@@ -176,7 +183,7 @@ class ClusterBackend:
             yield events.TaskFailed(now_s, dispatch.number, "its node gave it back", void=True)
             return
         (lane,) = dispatch.layout.ranks
-        times = events.RankTimes(lane, now_s - outcome.busy_s, now_s)
+        times = RankTimes(lane, now_s - outcome.busy_s, now_s)
         yield events.TaskDone(now_s, dispatch.number, (times,))
         try:
             if outcome.status == "failed":
@@ -317,7 +324,8 @@ def for_node(job: AdmittedJob, *, left_s: float | None) -> AdmittedJob:
 
 
 def _parts_of(steps: Trajectory) -> tuple[Any, ...]:
-    return steps.job_id, steps.num_steps, steps.artifacts, steps.approximate, steps.approximable
+    of_steps = steps.approximate, steps.approximable, steps.num_refined
+    return steps.job_id, steps.num_steps, steps.artifacts, *of_steps
 
 
 class WholeJobCosts(CostModel):

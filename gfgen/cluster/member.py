@@ -12,9 +12,6 @@ import logging
 import os
 import queue
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,19 +24,18 @@ from typing import Any
 
 from gfgen import log
 from gfgen.cluster.node import Note
-from gfgen.errors import GfgenError, InterruptedRunError, in_one_line
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core import events
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
+from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, resolved_model
+from gfgen.session.feed import Cancel, Ended, Feed, Gone, Process, run
 from gfgen.session.ranks import AskedRanks, Ranks, made_with
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.snapshot import JobView, Snapshot
-from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import key_versions
 
 logger = logging.getLogger(__name__)
@@ -48,8 +44,6 @@ NOTES_S = 0.25
 """Between two reports of what ranks do."""
 DEAF_S = 45.0
 """An actor whose driver has been silent for this time ends, if Ray does not end it sooner."""
-END_S = 20.0
-"""How long the process may take to end its ranks before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +67,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """Its outcome's `info.file` starts with the folder of the attempt."""
+
     info: JobInfo
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
     attempt: int
 
 
@@ -88,19 +79,6 @@ class Ready:
     made_with: Mapping[str, Mapping[str, Any]]
     began_at: float
     """Unix time at the start of the node's run, by its clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """`outcome.info.file` starts with the folder of the attempt."""
-
-    attempt: int
-    outcome: JobOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,75 +95,48 @@ def attempt_folder(attempt: int) -> str:
     return f"attempt-{attempt}"
 
 
-class JobFeed(Observer):
-    """Jobs and requests from the connection, which a thread reads, and the ends of jobs to it."""
+class JobFeed(Feed):
+    """Jobs and requests of the driver, and the ends of jobs to it."""
 
     refresh_s = NOTES_S
 
     def __init__(self, connection: Connection, admission: Admission, chooser: ThreadedChooser) -> None:
+        super().__init__(connection)
         self.chooser = chooser
         """Chooses among policies, if the run's policy does."""
-        self._connection = connection
         self._admission = admission
-        self._inbox: queue.SimpleQueue[Start | Cancel | events.Event | None] = queue.SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiting: list[AdmittedJob] = []
-        self._attempts: dict[str, int] = {}
-        """By job."""
         self._early: set[int] = set()
         """Attempts that were cancelled before they came."""
         self._notes: list[Note] = []
         self._views: dict[str, JobView] = {}
-        threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
-    def _read(self) -> None:
-        message: Start | Cancel | events.Event | None = None
-        with contextlib.suppress(EOFError, OSError):
-            while (message := self._connection.recv()) is not None:
-                self._inbox.put(message)
-                os.eventfd_write(self._wake_fd, 1)
-        self._inbox.put(None)
-        os.eventfd_write(self._wake_fd, 1)
-
-    def fileno(self) -> int:
-        return self._wake_fd
-
-    def take_events(self, now_s: float) -> Sequence[events.Event]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-        found: list[events.Event] = []
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case Start() as start:
-                    self._admit(start)
-                case Cancel(attempt):
-                    found += self._cancel(attempt, now_s)
-                case events.PolicyChanged() as change:
-                    self.chooser.follow(load_policy(change.policy).choose)
-                    found.append(replace(change, time_s=now_s))
-                case events.PriorityChanged() as change:
-                    found += self._prioritise(replace(change, time_s=now_s))
-                case None:
-                    found.append(events.StopRequested(now_s, signal.SIGTERM))
-        return found
-
-    def take(self) -> Sequence[AdmittedJob]:
-        taken, self._waiting = self._waiting, []
-        return taken
+    def got(self, message: Start | Cancel | events.Event, now_s: float) -> Sequence[events.Event]:
+        match message:
+            case Start():
+                self._admit(message)
+            case Cancel(attempt) if attempt in self._attempts.values():
+                return self.cancel(attempt, now_s)
+            case Cancel(attempt):
+                self._early.add(attempt)
+            case events.PolicyChanged():
+                self.chooser.follow(load_policy(message.policy).choose)
+                return [replace(message, time_s=now_s)]
+            case events.PriorityChanged():
+                return self._prioritise(replace(message, time_s=now_s))
+        return ()
 
     def _admit(self, start: Start) -> None:
         info = replace(start.info, file=f"{attempt_folder(start.attempt)}/{start.info.file}")
         if start.attempt in self._early:
             self._early.discard(start.attempt)
-            self._send(start.attempt, JobOutcome(info, "cancelled"))
+            self.send(Ended(start.attempt, JobOutcome(info, "cancelled")))
             return
         admitted, problems = self._admission([info.asked])
         if problems:
             reason = "; ".join(str(replace(problem, line=None)) for problem in problems)
-            self._send(start.attempt, JobOutcome(info, "failed", error=reason))
+            self.send(Ended(start.attempt, JobOutcome(info, "failed", error=reason)))
             return
-        self._attempts[info.job_id] = start.attempt
-        self._waiting.append(replace(admitted[0], info=info))
+        self.put(replace(admitted[0], info=info), start.attempt)
 
     def _prioritise(self, change: events.PriorityChanged) -> Sequence[events.Event]:
         self._waiting = [
@@ -193,18 +144,6 @@ class JobFeed(Observer):
             for job in self._waiting
         ]
         return [change] if change.job_id in self._attempts else ()
-
-    def _cancel(self, attempt: int, now_s: float) -> Sequence[events.Event]:
-        job_id = next((job_id for job_id, number in self._attempts.items() if number == attempt), None)
-        if job_id is None:
-            self._early.add(attempt)
-            return ()
-        for job in self._waiting:
-            if job.job_id == job_id:
-                self._waiting.remove(job)
-                self.ended(JobOutcome(job.info, "cancelled"))
-                return ()
-        return [events.JobCancelled(now_s, job_id)]
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._notes.append(replace(dispatch, transfers=()) if dispatch.transfers else dispatch)
@@ -223,20 +162,16 @@ class JobFeed(Observer):
     def _send_notes(self) -> None:
         notes, self._notes = self._notes, []
         if notes:
-            with contextlib.suppress(OSError):  # as in _send
-                self._connection.send(Noted(notes))
+            self.send(Noted(notes))
 
     def ended(self, outcome: JobOutcome) -> None:
         self._views.pop(outcome.info.job_id, None)
         self._send_notes()
-        self._send(self._attempts.pop(outcome.info.job_id), outcome)
-
-    def _send(self, attempt: int, outcome: JobOutcome) -> None:
-        with contextlib.suppress(OSError):  # the actor is gone, and this process with it
-            self._connection.send(Ended(attempt, outcome))
+        super().ended(outcome)
 
 
 def serve(connection: Connection) -> None:
+    log.configure(level="info")
     setup: Setup = connection.recv()
     options = setup.options
     with contextlib.suppress(OSError):
@@ -265,21 +200,6 @@ def serve(connection: Connection) -> None:
         session.run([], arrivals=arrivals, clock=clock)
 
 
-def main(fd: int) -> int:
-    log.configure(level="info")
-    connection = Connection(fd)
-    try:
-        serve(connection)
-    except InterruptedRunError:
-        return 0
-    except (GfgenError, ImportError, OSError) as error:
-        logger.error("%s", error)
-        with contextlib.suppress(OSError):
-            connection.send(Gone(str(error) if isinstance(error, GfgenError) else in_one_line(error)))
-        return 1
-    return 0
-
-
 def versions_here() -> Mapping[str, str]:
     """The versions that must be equal on all nodes."""
     return {"python": ".".join(map(str, sys.version_info[:2])), **key_versions()}
@@ -295,9 +215,7 @@ class NodeActor:
         else:
             self._folder = shared
         self._reports: queue.SimpleQueue[Said] = queue.SimpleQueue()
-        self._connection: Connection | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._process: Process | None = None
         self._heard_s = time.monotonic()
         """When the driver asked for something last."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -323,16 +241,15 @@ class NodeActor:
 
     def load(self, models: Sequence[str]) -> Ready | Gone:
         setup = Setup(self._options, self._folder, tuple(models))
-        threading.Thread(target=self._run, args=(setup,), name="process", daemon=True).start()
+        self._process = Process("gfgen.cluster.member", setup, self._reports.put)
         first = self._reports.get()
         assert not isinstance(first, Ended | Noted), first
         return first
 
-    def send(self, message: Start | Cancel | events.Event | None) -> None:
-        """Pass a message to the process; None ends it."""
-        with self._lock, contextlib.suppress(OSError):  # its end is reported
-            if self._connection is not None:
-                self._connection.send(message)
+    def send(self, message: Start | Cancel | events.Event) -> None:
+        """Pass a message to the process."""
+        if self._process is not None:
+            self._process.send(message)
 
     def take_reports(self, timeout_s: float) -> Sequence[Said]:
         """What the process has reported; waits for the first report."""
@@ -353,13 +270,8 @@ class NodeActor:
         shutil.rmtree(self._folder / attempt_folder(attempt), ignore_errors=True)
 
     def stop(self) -> None:
-        self.send(None)
         if self._process is not None:
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
@@ -368,26 +280,6 @@ class NodeActor:
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)  # the process dies with this one
 
-    def _run(self, setup: Setup) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                module_command("gfgen.cluster.member", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                env=module_environment(),
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # a session of its own would get less processor time on busy machines
-            )
-        connection = Connection(ours.detach())
-        with contextlib.suppress(EOFError, OSError):
-            connection.send(setup)
-            self._connection = connection
-            while True:
-                self._reports.put(connection.recv())
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._reports.put(Gone(f"its process {how}"))
-
 
 if __name__ == "__main__":  # what it sends names the classes of the imported module
-    sys.exit(importlib.import_module("gfgen.cluster.member").main(int(sys.argv[1])))
+    sys.exit(run(int(sys.argv[1]), importlib.import_module("gfgen.cluster.member").serve))

@@ -25,6 +25,7 @@ from gfgen.runtime.core.devices import CUDA
 from gfgen.runtime.core.events import Event, PolicyChanged
 from gfgen.runtime.processes.workers import Requests
 from gfgen.session.ranks import Ranks
+from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class RayCluster:
         self._enough_at = 0.0
         """When the open jobs last filled all of them."""
         self.clock = Clock()
-        self._inputs: Sequence[Requests] = ()
+        self._inputs: Sequence[Requests | SignalPipe] = ()
         """Of the present run; each ends a wait."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -154,7 +155,7 @@ class RayCluster:
                 self._change.wait(TICK_S)
         return found
 
-    def begin_run(self, clock: Clock, inputs: Sequence[Requests]) -> None:
+    def begin_run(self, clock: Clock, inputs: Sequence[Requests | SignalPipe]) -> None:
         """Tell a new driver of the nodes that there are."""
         self.clock, self._inputs = clock, inputs
         while not self._reports.empty():

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gfgen.cluster.member import (
-    Cancel,
-    Ended,
-    Gone,
     MemberOptions,
     NodeActor,
     Noted,
@@ -31,6 +28,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import Content, name_file, remove_replaced, temporary_name
+from gfgen.session.feed import Cancel, Ended, Gone
 from gfgen.session.ranks import Ranks
 
 POLL_S = 5.0
@@ -145,7 +143,7 @@ class RayNode:
             self.find_model(name)
         answer = self._answer(self.actor.load.remote(models), "loaded the models")
         if not isinstance(answer, Ready):
-            raise InputError(answer.reason)
+            raise InputError(str(answer.error))
         self.ready = answer
 
     def find_model(self, name: str) -> ResolvedModel:
@@ -188,7 +186,7 @@ class RayNode:
             found = ray.get(self.actor.take_reports.remote(POLL_S), timeout=POLL_S + SILENCE_S)
             for report in found:
                 if isinstance(report, Gone):
-                    raise WorkerError(report.reason)
+                    raise WorkerError(str(report.error))
                 if isinstance(report, Ended):
                     self._cluster.report(self._delivered(report))
                 if isinstance(report, Noted) and self.ready is not None:

@@ -18,10 +18,10 @@ from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event, StopRequested
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.resume import RunStart
+from gfgen.runtime.processes.workers import Requests
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
 from gfgen.session.session import RunSetup, Session, SessionOptions
@@ -65,20 +65,6 @@ class NodeMemory(HostMemory):
         return fitting, (*problems, *unfit)
 
 
-@dataclass(frozen=True, slots=True)
-class _StopSignals:
-    signals: SignalPipe
-
-    def fileno(self) -> int:
-        return self.signals.fileno()
-
-    def take_events(self, now_s: float) -> Sequence[Event]:
-        try:
-            return [StopRequested(now_s, number) for number in self.signals.take()]
-        except BlockingIOError:
-            return ()
-
-
 class ClusterSession(Session):
     """Inside `with` it holds the output folder; `load` waits for the first node."""
 
@@ -112,7 +98,7 @@ class ClusterSession(Session):
 
     def run(self, jobs: Sequence[AdmittedJob], **options: Any) -> Summary:
         """As of any session; times on ranks are those of nodes, which the summary does not have."""
-        return replace(super().run(jobs, **options), busy_s=(), waited_s=(), moved_s=())
+        return replace(super().run(jobs, **options), num_ranks=0, busy_s=0.0, waited_s=0.0, moved_s=0.0)
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
         joined = self._cluster.joined
@@ -138,7 +124,8 @@ class ClusterSession(Session):
         **records: Any,
     ) -> Control:
         arrivals, watchers = setup.arrivals, Watchers(observers)
-        inputs = [_StopSignals(self.signals), *filter(None, [arrivals.requests])]
+        inputs: list[Requests | SignalPipe] = [self.signals]
+        inputs += [arrivals.requests] if arrivals.requests is not None else []
         scale = self._cluster.scale if self._cluster.options.scales else None
         self._cluster.begin_run(setup.clock, inputs)
         driver = driver_of(

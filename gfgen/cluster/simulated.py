@@ -216,9 +216,10 @@ def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
     return replace(
         summary,
         num_tasks=sum(node.num_tasks for node in nodes),
-        busy_s=tuple(itertools.chain.from_iterable(node.busy_s for node in nodes)),
-        waited_s=tuple(itertools.chain.from_iterable(node.waited_s for node in nodes)),
-        moved_s=tuple(itertools.chain.from_iterable(node.moved_s for node in nodes)),
+        num_ranks=sum(node.num_ranks for node in nodes),
+        busy_s=sum(node.busy_s for node in nodes),
+        waited_s=sum(node.waited_s for node in nodes),
+        moved_s=sum(node.moved_s for node in nodes),
     )
 
 

@@ -44,6 +44,7 @@ MIN_FPS, MAX_FPS = 0.1, 240
 MAX_SCALE = 100
 """Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
 MAX_SHIFT = 100
+MAX_UPSCALE = 8
 MAX_SIGMA = 1_000
 """Schedulers of the EDM kind begin at 80; others at 1."""
 MAX_OBJECT_CHARS = 20_000
@@ -62,7 +63,6 @@ MIN_YEAR, MAX_YEAR = 1971, 9000
 MAX_DURATION_S = 365 * 86_400
 MAX_WHOLE_FLOAT = 2**53
 """Above it, a float cannot represent every whole number."""
-MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
 IF_LATE = "if-late"
@@ -514,6 +514,9 @@ FIELDS: dict[str, Field] = {
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("recipe", RECIPE_ACCEPTED, _parse_recipe, {"anyOf": [STRING, {"type": "object"}]}),
         Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
+        in_range("upscale", 1, MAX_UPSCALE),
+        in_range("upscale_strength", 0.01, 1),
+        in_range("upscale_steps", 1, MAX_STEPS, is_whole=True),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
@@ -594,15 +597,12 @@ def suggestion(name: str, fields: Collection[str]) -> str | None:
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
-    for name in unknown[:MAX_UNKNOWN_REPORTED]:
+    for name in unknown:
         hint = suggestion(name, FIELDS)
         if name == "defaults":
             hint = 'the first line of a file may be {"defaults": {...}}, with nothing else on it'
         accepted = f"not a field; {hint}" if hint else "not a field"
         yield Problem(None, plain_name(name), None, accepted, note=None if hint else ALL_FIELDS)
-    if len(unknown) > MAX_UNKNOWN_REPORTED:
-        more = len(unknown) - MAX_UNKNOWN_REPORTED
-        yield Problem(None, None, None, f"{more:,} more unknown fields")
 
 
 def _join_shape(values: dict[str, Any], mapping: Mapping[str, object]) -> Iterator[Problem]:

@@ -76,14 +76,21 @@ def first_frame(path: Path) -> bytes:
     return _read_by_ffmpeg(path, "-frames:v", "1", "-f", "image2pipe", "-c:v", "png").stdout
 
 
-def _read_by_ffmpeg(path: Path, *output: str) -> subprocess.CompletedProcess[bytes]:
+def all_frames(video: bytes) -> bytes:
+    """The frames of a video as PPM, one after the other. Raises: ImageError."""
+    return _read_by_ffmpeg(video, "-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm").stdout
+
+
+def _read_by_ffmpeg(video: Path | bytes, *output: str) -> subprocess.CompletedProcess[bytes]:
     """What ffmpeg makes of the first stream of pictures, and what it says."""
+    path, content = (Path("a video"), video) if isinstance(video, bytes) else (video, None)
+    source = f"file:{path.absolute()}" if content is None else "pipe:0"
     try:
         import imageio_ffmpeg
 
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", *DEMUXERS]
-        command += ["-i", f"file:{path.absolute()}", "-map", "0:v:0", *output, "pipe:1"]
-        done = subprocess.run(command, capture_output=True, check=False, timeout=FFMPEG_TIMEOUT_S)
+        command += ["-i", source, "-map", "0:v:0", *output, "pipe:1"]
+        done = subprocess.run(command, input=content, capture_output=True, timeout=FFMPEG_TIMEOUT_S)
     except (ImportError, RuntimeError):
         raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
     except subprocess.TimeoutExpired:

@@ -6,11 +6,12 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +27,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
-STDIN_NAME, PROMPTS_NAME = "standard input", "-p"
+STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
 """Of sources that are not files, in messages."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 TEXT_SUFFIXES = ("", ".txt")
@@ -41,21 +42,6 @@ _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
 Entry = tuple[int, Mapping[str, object] | Problem]
-
-
-class Row(dict[str, Any]):
-    """The values of a row of a table."""
-
-    def __init__(self, cells: Mapping[str, str]) -> None:
-        super().__init__({name: value_of(name, text) for name, text in cells.items()})
-        self._cells = cells
-
-    def as_written(self, problem: Problem) -> Problem:
-        """The problem with the text of a cell in place of the number that was read from it."""
-        value = self.get(name := problem.field or "")
-        if isinstance(value, str) or shown(value) != problem.value:
-            return problem
-        return replace(problem, value=printable(self._cells[name]))
 
 
 class ReadingEnded(Exception):
@@ -232,9 +218,22 @@ def _array(text: str) -> Iterator[Entry]:
         raise ReadingEnded(getattr(error, "lineno", 1), f"the array is not JSON ({_reason(error)})") from None
     except RecursionError:
         raise ReadingEnded(1, TOO_DEEP) from None
+    yield from array_entries(values)
+
+
+def array_entries(values: Iterable[object]) -> Iterator[Entry]:
+    """The jobs of an array by their numbers, prompts or objects; a program's have NumPy's numbers, too."""
     for number, value in enumerate(values, start=1):
         place = ArrayEntry(number)
+        if isinstance(value, Mapping):
+            value = {name: _plain(each) for name, each in value.items()}
         yield place, {"prompt": value} if isinstance(value, str) else _as_object(place, value)
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _table(text: str) -> Iterator[Entry]:
@@ -258,13 +257,13 @@ def _table(text: str) -> Iterator[Entry]:
             more = row.pop("", [])
             cells = [cell for cell in (*row.values(), *more) if cell is not None]
             number = num_before + rows.line_num - sum(cell.count("\n") for cell in cells)
-            given = {name: text for name, cell in row.items() if (text := (cell or "").strip())}
+            given = {name: value_of(name, x) for name, cell in row.items() if (x := (cell or "").strip())}
             if any(cell.strip() for cell in more) or (given and len(cells) < len(names)):
                 cure = "write texts with a delimiter in quotes" if more else "complete the row"
                 count = f"{len(cells)} cell{'s'[: len(cells) - 1]}, but the header has {len(names)}"
                 yield number, Problem(number, None, None, f"{count}; {cure}")
             elif given:
-                yield number, Row(given)
+                yield number, given
     except csv.Error as error:
         raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
 

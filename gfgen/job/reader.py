@@ -25,15 +25,17 @@ from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
     EXAMPLE,
     JSON_LINES,
+    PROGRAM_NAME,
     PROMPTS_NAME,
     STDIN_NAME,
     Entry,
     FileLine,
     PromptLines,
     ReadingEnded,
-    Row,
+    array_entries,
     entries_of,
 )
+from gfgen.job.parquet import PARQUET, SUFFIX, rows_of
 from gfgen.job.recipes import Recipes
 from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
 from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
@@ -224,10 +226,8 @@ class _JobList:
         elif is_first and is_defaults(entry):
             self._take_defaults(line, entry["defaults"])
         else:
-            given, num_before = over(over(self.fallbacks, self.defaults), entry), len(self.problems)
+            given = over(over(self.fallbacks, self.defaults), entry)
             self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
-            if isinstance(entry, Row):
-                self.problems[num_before:] = map(entry.as_written, self.problems[num_before:])
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):
@@ -320,10 +320,14 @@ class JobSource:
     files: tuple[str, ...] = ()
     """Job files; "-" is standard input."""
     prompts: tuple[str, ...] = ()
+    given: tuple[object, ...] | None = None
+    """The jobs of a program, prompts or mappings of fields, in place of files."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of all jobs, whatever the files say."""
     fallbacks: Mapping[str, Any] = field(default_factory=dict)
     """Fields of jobs where neither a line nor the defaults of its file have a value."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Of files in Parquet, by field: the only ones that are read."""
     own_recipes: Recipes = field(default_factory=dict)
     """Those of a user, by name."""
     lora_folder: Path | None = None
@@ -339,6 +343,8 @@ class JobSource:
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
+        if self.columns and not any(path.suffix.lower() == SUFFIX for path in self.paths):
+            raise InputError(f"--column goes with job files whose name ends in {SUFFIX}; there is none")
         files = [file if file == "-" else os.path.realpath(file) for file in self.files]
         named = zip(self.files, files, strict=True)
         twice = next((name for name, file in named if files.count(file) > 1), None)
@@ -347,7 +353,7 @@ class JobSource:
 
     @property
     def name(self) -> str:
-        return _source_name(self.files)
+        return _source_name(self.files) if self.given is None else PROGRAM_NAME
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -371,11 +377,16 @@ class JobSource:
         defaults: list[tuple[str, Mapping[str, Any]]] = []
         are_several = len(files) + bool(self.prompts) > 1
         with contextlib.suppress(_ListEnded):
+            if self.given is not None:
+                jobs.add_file(array_entries(self.given), PROGRAM_NAME, folder=Path())
             for file_idx, file in enumerate(files):
                 with _opened(file) as stream:
                     name, path = _name_of(file), Path() if file == "-" else Path(file)
                     lines = PromptLines(self.is_plain, self.lora_folder, syntax)
-                    kind, entries = entries_of(stream, suffix=path.suffix, prompts=lines)
+                    if path.suffix.lower() == SUFFIX:
+                        kind, entries = PARQUET, rows_of(stream, self.columns)
+                    else:
+                        kind, entries = entries_of(stream, suffix=path.suffix, prompts=lines)
                     entries = _of_file(entries, name, file_idx) if are_several else entries
                     entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
                     try:
@@ -388,9 +399,7 @@ class JobSource:
                 entries = _of_file(prompts, PROMPTS_NAME, len(files)) if are_several else prompts
                 jobs.add_file(entries, PROMPTS_NAME, folder=Path())
         specs, problems = tuple(jobs.specs), tuple(jobs.problems)
-        return ParsedJobs(
-            _source_name(files), specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied
-        )
+        return ParsedJobs(self.name, specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied)
 
     def _has(self, spec: JobSpec) -> bool:
         has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)

@@ -20,8 +20,9 @@ from gfgen.errors import JobError, Problem
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
 """The numbers that a job may leave to its model."""
-PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas")
-"""What a job says to the call of its diffusers pipeline, beyond the fields of all models."""
+UPSCALE_FIELDS = ("upscale", "upscale_strength", "upscale_steps")
+PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas", *UPSCALE_FIELDS)
+"""What a job says to the calls of its diffusers pipeline, beyond the fields of all models."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mov")
@@ -58,7 +59,7 @@ HASHED_FIELDS = (
     *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
     *("seed", "output", "format", "quality"),
     *("image_sha256", "background", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
-    *("recipe", "prompt_syntax"),
+    *("recipe", "prompt_syntax", *UPSCALE_FIELDS),
 )
 """What decides the file's content and name: the canonical spec."""
 _NO_ARGUMENTS = (
@@ -135,6 +136,13 @@ class JobSpec:
     lora_files: list[str] | None = field(default=None, hash=False)
     reuse: float | str | None = None
     """The share of its steps that run no transformer, or "if-late"."""
+    upscale: float | None = None
+    """How much larger the picture of a second pass is, which begins with that of the first."""
+    upscale_strength: float | None = None
+    upscale_steps: int | None = None
+    """Of the second pass, of which it runs the share `upscale_strength`."""
+    enlarged: tuple[int, int] | None = None
+    """Width and height of the second pass as run."""
     deadline_s: float | None = None
     """Seconds after the arrival."""
     deadline_at: float | None = None
@@ -170,9 +178,20 @@ class JobSpec:
         return 2 if self.format == "png16" else 1
 
     @property
+    def num_refined(self) -> int:
+        """Steps of its second pass as run, and one that begins it: decodes, enlarges, and encodes again."""
+        iterations = (self.upscale_steps or 0) * (self.upscale_strength or 0)
+        return 1 + int(iterations + 1e-6) if self.enlarged else 0
+
+    @property
+    def made_size(self) -> tuple[int, int]:
+        """Width and height of what it makes; 0 if only the model knows them."""
+        return self.enlarged or (self.width or 0, self.height or 0)
+
+    @property
     def size_text(self) -> str:
         """Such as "832x480"; auto if only the model knows it."""
-        return "auto" if self.width is None else f"{self.width}x{self.height}"
+        return "{}x{}".format(*self.made_size) if self.width is not None else "auto"
 
     @property
     def patches(self) -> tuple[Patch, ...]:

@@ -118,7 +118,7 @@ class _RankClaims:
     ) -> float | None:
         """When the island has all ranks for a step; None if the step should not wait for them."""
         num_missing = wanted - num_unheld
-        if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
+        if num_missing <= 0 or job.next_task.stage not in (Stage.DENOISE, Stage.REFINE):
             return None
         now_s = self._snapshot.now_s
         ends_s = [  # the end of an overdue task cannot be predicted
@@ -194,12 +194,12 @@ def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     number = max(NUM_CONSIDERED, 2 * len(snapshot.ranks))
-    waiting = itertools.islice(snapshot.in_order(_order), number)
-    queue = heapq.nsmallest(number, [*waiting, *snapshot.busy.values()], key=_order)
+    waiting = itertools.islice(snapshot.in_order(longest_first), number)
+    queue = heapq.nsmallest(number, [*waiting, *snapshot.busy.values()], key=longest_first)
     base = shared_out(snapshot, degree=degree)
     return allot(snapshot, queue, wanted=lambda _: base)
 
 
-def _order(job: JobView) -> tuple[int, bool, float, float]:
+def longest_first(job: JobView) -> tuple[int, bool, float, float]:
     """Started jobs first: otherwise the longest job changes at every step, and all end together."""
     return job.precedence, job.last_layout is None, -job.remaining_s, job.arrival_s

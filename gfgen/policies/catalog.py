@@ -56,6 +56,24 @@ def load_policy(text: str) -> NamedPolicy:
     return NamedPolicy(text, decide, options, _chooser_beside(function), is_built_in=name in BUILT_IN)
 
 
+def policy_of(given: object) -> NamedPolicy:
+    """The policy that a program gives: a name, a function, or a class whose instances are such functions.
+
+    Raises: PolicyError.
+    """
+    if isinstance(given, str):
+        return load_policy(given)
+    name = str(getattr(given, "__name__", type(given).__name__))
+    try:
+        decide: Any = given() if inspect.isclass(given) else given
+    except Exception as error:  # a user's class may raise anything
+        raise PolicyError(f"policy {name}: {in_one_line(error)}") from error
+    if not callable(decide):
+        raise PolicyError(f"policy {name}: a function, or a class with __call__(self, snapshot), is accepted")
+    _check_signature(name, decide)
+    return NamedPolicy(name, decide)
+
+
 def describe(name: str) -> tuple[str, str]:
     """(signature of the options, docstring) of a policy, for `gfgen policies`."""
     function = _find(name)
@@ -67,9 +85,9 @@ def _find(name: str) -> Callable[..., Any]:
     target = BUILT_IN.get(name, name)
     module_name, _, attribute = target.rpartition(":") if ":" in target else (target, "", "policy")
     if module_name.endswith(".py") or Path(module_name).is_file():
-        module = _import_file(Path(module_name))
+        module = _imported(module_name, Path(module_name))
     elif ":" in target:
-        module = _import_module(module_name)
+        module = _imported(module_name, None)
     else:
         near = nearest(name, BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
@@ -89,52 +107,34 @@ def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
     return module.get(f"choose_{getattr(function, '__name__', '')}")
 
 
-def _import_module(name: str) -> Any:
+def _imported(name: str, path: Path | None) -> Any:
+    """The module of this name, or in this file, a user's, which may raise anything."""
     try:
-        return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's module may raise anything
-        raise PolicyError(f"--policy: cannot import {name}: {in_one_line(error)}") from error
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise PolicyError(f"--policy {path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise PolicyError(f"--policy {path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
+        if path is None:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise PolicyError("not a Python file" if path.is_file() else "no such file")
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        return module
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's file may raise anything
-        raise PolicyError(f"--policy {path}: {in_one_line(error)}") from error
-    return module
+    except BaseException as error:
+        reason = str(error) if isinstance(error, PolicyError) else in_one_line(error)
+        raise PolicyError(f"--policy: cannot import {name}: {reason}") from error
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Check that the function can be called with a snapshot alone and that its options can be set."""
     accepted = "a function policy(snapshot, *, option: int = 1) is accepted"
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "asynchronous"
         raise PolicyError(f"--policy {name}: it is {kind}; {accepted}")
     try:
-        parameters = _signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise PolicyError(f"--policy {name}: its parameters are unknown; {accepted}") from None
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise PolicyError(f"--policy {name}: it takes no snapshot; {accepted}")
-    if len(positional) > 1:
-        raise PolicyError(
-            f"--policy {name}: {positional[1].name!r} is a second positional parameter; {accepted}, "
-            "with options after the *"
-        )
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            raise PolicyError(f"--policy {name}: its option {parameter.name!r} has no default; {accepted}")
+        _signature(function).bind(None)
+    except (TypeError, ValueError) as error:
+        reason = f"it cannot be called with a snapshot alone ({error})"
+        raise PolicyError(f"--policy {name}: {reason}; {accepted}") from None
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

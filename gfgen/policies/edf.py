@@ -10,7 +10,7 @@ from operator import attrgetter
 from gfgen.policies.speed import LostJobs, chosen_task
 from gfgen.snapshot import Decision, JobView, Snapshot
 
-_order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
+by_deadline = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
 """A started job stays ahead of its equals: they would take turns otherwise, and all would end late."""
 _rest = attrgetter("precedence", "remaining_s", "arrival_s", "deadline_s")
 _precedence = attrgetter("precedence")
@@ -39,7 +39,7 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
 def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobView, bool]]:
     """The next jobs, and whether each is past rescue; those come last within their priority."""
     queue: list[tuple[JobView, bool]] = []
-    in_order, start, lost = snapshot.in_order(_order), 0, LostJobs(snapshot)
+    in_order, start, lost = snapshot.in_order(by_deadline), 0, LostJobs(snapshot)
     known = lost.known if rescue else {}
     while start < len(in_order) and len(queue) < number:
         end = bisect_right(in_order, in_order[start].precedence, start, key=_precedence)

@@ -50,8 +50,8 @@ class _Sharing:
 
     def _of_owner(self, owner: str | None, *, most: int) -> Iterator[Decision]:
         for decision in self._policy(self._seen_by(owner)):
-            job = self._open[owner].get(getattr(getattr(decision, "task", None), "job_id", ""))
-            if job is None or not isinstance(decision, Decision):
+            job = self._open[owner].get(decision.task.job_id)
+            if job is None:
                 yield decision  # not legal, which the state finds
                 continue
             ranks = decision.layout.ranks
@@ -148,7 +148,8 @@ class _Swaps:
         if job is None or job.switch_s < NOTABLE * job.remaining_s:
             return decision
         held = self._held(job.model, decision.layout)
-        if held == {job.patches} or (job.next_task.index > 0 and job.next_task.stage is not Stage.DENOISE):
+        is_step = job.next_task.stage in (Stage.DENOISE, Stage.REFINE)
+        if held == {job.patches} or (job.next_task.index > 0 and not is_step):
             return decision
         for patches in self._preferred(job, held):
             if patches == job.patches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from gfgen.graph import Stage, Task
@@ -49,14 +48,7 @@ def widest(snapshot: Snapshot, job: JobView) -> int:
     if job.next_task.stage is Stage.DECODE:
         most = min(snapshot.max_degree, len(snapshot.ranks))
         return power_of_two(job.decode_layout(_SOME[:most]).degree)
-    return _widest(job.uses_cfg, job.max_sequence_degree, snapshot.max_degree, len(snapshot.ranks))
-
-
-@functools.lru_cache(maxsize=256)
-def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks: int) -> int:
-    """`widest` of a step; kept, since a decision asks for every job."""
-    step_degree = max_sequence_degree * (2 if uses_cfg else 1)
-    return power_of_two(min(step_degree, max_degree, num_ranks))
+    return power_of_two(min(job.step_degree, snapshot.max_degree, len(snapshot.ranks)))
 
 
 class LostJobs:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from gfgen.policies.fcfs import Degree, RankGroup, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
-_urgency = attrgetter("precedence", "remaining_s", "arrival_s")
+shortest_first = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
 def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
@@ -24,7 +24,7 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     idle = _idle_groups(snapshot, groups, by_rank)
     if not idle:
         return []
-    jobs = snapshot.in_order(_urgency)
+    jobs = snapshot.in_order(shortest_first)
     chosen: dict[RankGroup, JobView] = {}
     taken: set[str] = set()
     for may_move in (False, True):

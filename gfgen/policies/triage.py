@@ -32,7 +32,7 @@ NUM_FIRST = 16
 MAX_KEPT = 4 * NUM_CONSIDERED
 """Jobs, ended ones included, whose cases are kept between decisions."""
 
-_due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
+next_due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
 """A started job keeps its place among equal deadlines: they would take turns, and all would end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 _precedence = attrgetter("precedence")
@@ -96,7 +96,7 @@ class _Queue:
     def _by_priority(self) -> Iterator[tuple[list[JobView], list[JobView]]]:
         """For each priority the jobs that may meet a deadline, by deadline, and the first of the others."""
         snapshot, num_hopeful, num_others = self._snapshot, NUM_CONSIDERED, NUM_FIRST
-        by_deadline, start = snapshot.in_order(_due), 0
+        by_deadline, start = snapshot.in_order(next_due), 0
         busy = defaultdict[int, list[JobView]](list)
         for job in snapshot.busy.values():
             busy[job.precedence].append(job)
@@ -114,7 +114,7 @@ class _Queue:
                 num_others -= len(others)
             for job in busy.pop(precedence, ()):
                 if job.due_s < math.inf and job not in self._lost:
-                    insort(hopeful, job, key=_due)
+                    insort(hopeful, job, key=next_due)
                 else:
                     insort(others, job, key=_short)
             yield hopeful, others

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +37,7 @@ ROOM_BYTES = 2**20
 MAX_GROUP = 256
 SHOWN = ("peak_memory_mb", "steps_reused")
 """Keys of a manifest entry that responses have too."""
-_OF_WORK = ("timings", "shape", *SHOWN)
+_READ = ("timings", "shape", *SHOWN)
 Ended = Literal["completed", "failed", "cancelled"]
 T = TypeVar("T")
 _Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -86,7 +86,6 @@ CREATE TABLE requests (
     created_at REAL NOT NULL
 );
 CREATE INDEX requests_by_age ON requests (created_at);
-CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
 """
 _FAVOURITE = "COALESCE(json_extract(facts, '$.favourite'), 0)"
 _USAGE = """
@@ -130,26 +129,8 @@ class JobFacts:
     favourite: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job to store; `spec` has the fields of the job file, without the model's defaults."""
-
-    facts: JobFacts
-    spec: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a job took and made, as its manifest entry says."""
-
-    timings: Mapping[str, Any]
-    shape: Mapping[str, int | None]
-    shown: Mapping[str, Any] = field(default_factory=dict)
-    """By the keys SHOWN."""
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Work:
-        return cls(entry["timings"], entry["shape"], {name: entry.get(name) for name in SHOWN})
+NewJob = tuple[JobFacts, Mapping[str, Any]]
+"""A job with the fields of the job file, without the model's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +144,8 @@ class Ending:
     step: int = 0
     error_code: str | None = None
     error_message: str | None = None
-    manifest: dict[str, Any] | None = None
-    work: Work | None = None
-    """The store reads it from the manifest entry."""
+    manifest: Mapping[str, Any] | None = None
+    """Its entry; of a job of the store only what responses need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +191,8 @@ class Store:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._logged_error: str | None = None
         """The last reported reason why writes fail."""
-        self.epoch = self._begin_life(began_at)
-        """Unique number of this process among all that opened the store: event ids begin with it."""
-        (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
-        self.made_at = began_at if first_at is None else float(first_at)
-        """Unix time at which this store was created: it knows nothing about older files."""
+        self.epoch = int(1000 * began_at)
+        """A number of this process: event ids begin with it."""
         self._left_over: list[Callable[[sqlite3.Connection], Any]] = []
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -242,14 +219,13 @@ class Store:
 
         def work(db: sqlite3.Connection) -> None:
             if key is not None:
-                _take_key(db, key, [batch_id] if batch_id else [job.facts.id for job in jobs], now)
+                _take_key(db, key, [batch_id] if batch_id else [facts.id for facts, _ in jobs], now)
             if batch_id is not None:
                 row = (batch_id, now, len(jobs), owner)
                 db.execute("INSERT INTO batches (id, created_at, total, owner) VALUES (?, ?, ?, ?)", row)
             rows = [
-                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(job.spec), f.created_at, f.owner)
-                for job in jobs
-                for f in (job.facts,)
+                (f.id, f.kind, f.batch_id, json.dumps(_values(f)), json.dumps(spec), f.created_at, f.owner)
+                for f, spec in jobs
             ]
             names = "id, kind, batch_id, facts, spec, created_at, owner"
             db.executemany(f"INSERT INTO jobs ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -305,7 +281,7 @@ class Store:
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails, or if there is no room for `ROOM_BYTES`."""
         await asyncio.to_thread(_check_room, self._path.parent)
-        await self._do(_statement("UPDATE lives SET began_at = began_at", ()))
+        await self._do(_statement(f"PRAGMA user_version = {VERSION}", ()))
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
@@ -380,19 +356,6 @@ class Store:
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
         sql += f" AND status IN ({', '.join('?' * len(statuses))})"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)), *statuses))}
-
-    def _begin_life(self, began_at: float) -> int:
-        """A unique number: the next one, or the time if a full disk does not allow the insert."""
-        try:
-            sql = "INSERT INTO lives (began_at) VALUES (?)"
-            return self._writer.execute(sql, (began_at,)).lastrowid or 0
-        except sqlite3.OperationalError as error:  # open jobs still run and can be read
-            self._log_failure(error)
-            return int(began_at * 1000)
-        except sqlite3.Error as error:
-            raise OutputError(
-                f"cannot write {self._path}: {error}; move the file away or choose another --output"
-            ) from None
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         future: Future[T] = Future()
@@ -511,8 +474,7 @@ def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenErr
 
 
 def _end(db: sqlite3.Connection, ending: Ending) -> bool:
-    values = asdict(ending)
-    del values["work"]
+    values = _values(ending)
     values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
@@ -543,13 +505,13 @@ def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
 
 
 def _note_use(db: sqlite3.Connection, ending: Ending) -> None:
-    rank_s = 0.0 if ending.work is None else ending.work.timings.get("rank_s") or 0.0
-    row = (int(ending.completed_at // DAY_S), rank_s, ending.id)
+    timings = (ending.manifest or {}).get("timings") or {}
+    row = (int(ending.completed_at // DAY_S), timings.get("rank_s") or 0.0, ending.id)
     sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
     db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", row)
 
 
-_PATHS = ", ".join(f"'$.{name}'" for name in _OF_WORK)
+_PATHS = ", ".join(f"'$.{name}'" for name in _READ)
 _COLUMNS = (
     "facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message, "
     f"json_extract(manifest, {_PATHS})"
@@ -561,6 +523,11 @@ def _jobs(db: sqlite3.Connection, which: str, values: Any, *, table: str = "jobs
     return [_kept(row) for row in db.execute(f"SELECT {_COLUMNS} FROM {table} {which}", values)]
 
 
+def _values(record: JobFacts | Ending) -> dict[str, Any]:
+    """By field; `asdict` copies all that is in them, which is a twentieth of a request's time."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
 def _facts(text: str) -> JobFacts:
     values = json.loads(text)
     values.pop("seconds", None)  # of stores of version 1
@@ -568,11 +535,11 @@ def _facts(text: str) -> JobFacts:
 
 
 def _kept(row: Sequence[Any]) -> StoredJob:
-    text, status, completed_at, started_at, size_bytes, met, step, code, message, work = row
+    text, status, completed_at, started_at, size_bytes, met, step, code, message, entry = row
     facts = _facts(text)
     if status == "open":
         return StoredJob(facts, None)
     met = None if met is None else bool(met)
-    found = {} if work is None else dict(zip(_OF_WORK, json.loads(work), strict=True))
-    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message)
-    return StoredJob(facts, replace(ending, work=Work.of(found)) if found.get("timings") else ending)
+    found = None if entry is None else dict(zip(_READ, json.loads(entry), strict=True))
+    ending = Ending(facts.id, status, completed_at, started_at, size_bytes, met, step, code, message, found)
+    return StoredJob(facts, ending)

@@ -36,9 +36,9 @@ from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, adm
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.runtime.predict.profile_file import write_whole
 from gfgen.session.memory import HostMemory
 from gfgen.system.lifeline import ask_child
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir
 from gfgen.system.wording import counted, first_of, in_words
 
@@ -58,7 +58,8 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.freeze()  # nor does the run visit them
+        if not gc.get_freeze_count():  # another time would keep the garbage of a long session
+            gc.freeze()  # nor does the run visit them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,22 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
 
 @no_collection()
 def judge(
-    source: JobSource, admission: Admission, *, claims: Claims | None = None, has_bar: bool = False
+    source: JobSource,
+    admission: Admission,
+    *,
+    claims: Claims | None = None,
+    has_bar: bool = False,
+    is_whole: bool = True,
 ) -> AdmittedSource:
-    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError."""
-    parsed = parse(source, admission.models.default, has_bar=has_bar)
+    """The jobs that can run, with files by `claims`, and the problems of the others. Raises: InputError.
+
+    is_whole: these are all jobs of a run, so options may have no effect, and asking a child takes no time
+    of a run.
+    """
+    parsed = parse(source, admission.models.default, has_bar=has_bar, is_whole=is_whole)
     done = None if claims is None else claims.done
-    jobs, refused = admission(parsed.specs, may_ask=True, has_bar=has_bar, done=done)
-    if jobs:
+    jobs, refused = admission(parsed.specs, may_ask=is_whole, has_bar=has_bar, done=done)
+    if jobs and is_whole:
         admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
     jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
     problems = _by_line(parsed.problems, refused, without_file)
@@ -115,10 +125,13 @@ def admit_weightless(
     return admitted
 
 
-def parse(source: JobSource, default_model: str, *, has_bar: bool = False) -> ParsedJobs:
-    """The jobs as they are written. Raises: InputError when a file cannot be read."""
+def parse(
+    source: JobSource, default_model: str, *, has_bar: bool = False, is_whole: bool = True
+) -> ParsedJobs:
+    """The jobs as they are written, all of a run if `is_whole`. Raises: InputError for a file."""
     parsed = source.read(has_bar=has_bar)
-    tell_of_unused(default_model, parsed.specs)
+    if is_whole:
+        tell_of_unused(default_model, parsed.specs)
     for name, kind in parsed.kinds:
         logger.info("%s: read as %s", name, kind)
     if parsed.num_varied:
@@ -371,7 +384,7 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
-_ANSWERS = 2
+_ANSWERS = 3
 """A number that rises when calls are tried otherwise."""
 
 
@@ -394,7 +407,6 @@ def _read(checkpoint: Path) -> Answers:
 def _keep(checkpoint: Path, known: Answers) -> None:
     path = _place(checkpoint)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json.dumps(known), path)
+        write_whole(path, json.dumps(known))
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)

@@ -34,8 +34,9 @@ from gfgen.models.geometry.weights import (
     footprint,
     noted_parts,
     placed,
+    quantisation_in,
 )
-from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
@@ -154,14 +155,24 @@ class HostMemory:
     def streaming(self, checkpoints: Collection[Path]) -> Mapping[str, Placement]:
         """The placements of the models that have streamed blocks, by path."""
         found = {path: each for path in sorted(checkpoints) if (each := self.placement(path)).streamed}
-        for path, each in found.items():
-            sizes = map(size_in_words, (self.weights([path])[path], each.streamed_bytes))
-            places = "main memory and from other GPUs" if each.shared else "main memory"
-            text = f"%s: each GPU holds %s of its weights; %s are streamed from {places}%s"
-            times_s = self.reads_s({"": path}).values()
-            pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
-            logger.info(text, model_name(path), *sizes, pace)
+        for path in found:
+            logger.info("%s: %s", model_name(path), self.in_words(path))
         return {str(path): each for path, each in found.items()}
+
+    def in_words(self, checkpoint: Path) -> str:
+        """Where the weights of a model are, and what that costs."""
+        placement, size = self.placement(checkpoint), size_in_words(self.weights([checkpoint])[checkpoint])
+        if not placement.streamed:
+            return f"each GPU holds all of its weights, {size}"
+        places = "main memory and from other GPUs" if placement.shared else "main memory"
+        if placement.is_on_disk:
+            share_s = placement.streamed_bytes / self.devices.num_ranks / LOAD_BYTES_PER_S
+            places = "other GPUs, and those of a rank that has ended from a file, because main memory has no "
+            places += f"room (a forward would take about {share_s:.2g} s longer)"
+        times_s = self.reads_s({"": checkpoint}).values()
+        pace = "".join(f", which takes a forward at least {seconds:.2g} s" for seconds in times_s)
+        streamed = size_in_words(placement.streamed_bytes)
+        return f"each GPU holds {size} of its weights; {streamed} are streamed from {places}{pace}"
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
         """The jobs for which there is room, with their model and their patches, and problems for the others.
@@ -213,6 +224,10 @@ class HostMemory:
             "not all models fit together: they take turns, %s first", ", ".join(sorted(found.resident))
         )
         return found
+
+    def kept(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """The models that take turns and stay in main memory when they leave their devices, with bytes."""
+        return {}
 
     @property
     def _jobs_at_once(self) -> int:
@@ -308,7 +323,9 @@ class GpuMemory(HostMemory):
             left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
             found = placed(parts, left_bytes, num_sharing=num_sharing)
             if found.shared and available is not None and found.streamed_bytes > available:
-                found = placed(parts, left_bytes)  # main memory holds what is shared, too
+                alone = placed(parts, left_bytes)  # main memory or a file holds what is shared, too
+                is_worse = alone.streamed_bytes > available and found.shared == found.streamed
+                found = replace(found, is_on_disk=True) if is_worse else alone
         total, beside = sum(part.total for part in parts.values()), self.beside_bytes
         if (least := total - found.saved_bytes) > room_bytes:
             fewer = ", or --ranks 1, which exchanges nothing" if self.devices.num_ranks > 1 else ""
@@ -357,6 +374,9 @@ class GpuMemory(HostMemory):
             Stage.DENOISE: _TOKEN_BYTES * job.limits.max_sequence_degree,
             Stage.DECODE: max(decode_bytes * frames_bytes, frame_bytes * frames_bytes // num_frames),
         }
+        if job.trajectory.num_refined:
+            share = job.flops[Stage.REFINE] / job.flops[Stage.DENOISE]
+            work[Stage.REFINE] = int(work[Stage.DENOISE] * share)
         for name, stage in itertools.product((job.twin, job.spec.model), Stage):
             peak = self.profile.peaks.get(peak_key(name, job.shape, stage, vae_dtype))
             work[stage] = work.get(stage, 0) if peak is None else int(_MARGIN * peak)
@@ -365,7 +385,8 @@ class GpuMemory(HostMemory):
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
         available, total = available_bytes(), 0
         for path in sorted(checkpoints):
-            total += self.placement(path).streamed_bytes  # models that take turns keep their copies
+            placement = self.placement(path)  # models that take turns keep their copies
+            total += 0 if placement.is_on_disk else placement.streamed_bytes
             if available is not None and total > available:
                 names = ", ".join(model_name(each) for each in sorted(checkpoints))
                 raise InputError(
@@ -373,6 +394,18 @@ class GpuMemory(HostMemory):
                     f"lack room for, {size_in_words(available)} available; free some, or run a smaller model"
                 )
         return total
+
+    def kept(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        room, found = self.copies_room(checkpoints) * (1 - 1 / _SPARE), dict[Path, int]()
+        room -= sum(need.copies_bytes(self.devices.num_ranks) for need in self.patches.by_model.values())
+        for path, size in sorted(self.weights(checkpoints).items(), key=lambda each: each[1]):
+            is_plain = {quantisation_in(each) for each in path.glob("*/")} <= {None, "GGUF"}
+            if is_plain and not self.placement(path).streamed and size <= room - sum(found.values()):
+                found[path] = size
+        names = [f"{model_name(path)} ({size_in_words(size)})" for path, size in found.items()]
+        stay = f"main memory keeps copies of {', '.join(names)}" if names else "main memory has room for none"
+        logger.info("models that leave GPUs come back from main memory or from their files: %s", stay)
+        return found
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
         kept, too_large = self.on_gpus(jobs, weights)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gfgen.errors import JobFileError
+from gfgen.errors import InputError, JobFileError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import AUTO, Precision
 from gfgen.models.fast.kernels import KernelChoice
@@ -19,7 +19,14 @@ from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_id
 from gfgen.models.geometry.weights import Placement
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, Devices, choose_devices, parse_memory
+from gfgen.runtime.core.devices import (
+    CPU,
+    DEFAULT_CPU_RANKS,
+    Devices,
+    choose_devices,
+    parse_memory,
+    show_only,
+)
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_file import NO_PROFILE
@@ -163,8 +170,13 @@ class AskedRanks:
     precision: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
 
-    def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
-        """These ranks on this machine, or `cpu_ranks` at most. Raises: InputError if it cannot have them."""
+    def here(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS, gpus: str | None = None) -> Ranks:
+        """These ranks on this machine, on no other GPUs than `gpus`, or `cpu_ranks` at most.
+
+        Raises: InputError if it cannot have them.
+        """
+        if gpus is not None:
+            show_only(gpus)
         limit = None if self.memory is None else parse_memory(self.memory)
         devices = choose_devices(
             self.device,
@@ -174,7 +186,12 @@ class AskedRanks:
             transport=self.transport,
         )
         if devices.kind == CPU:
+            if gpus is not None:
+                why = "no usable GPU ('gfgen doctor' says why); leave it out for the CPU"
+                raise InputError(f"--gpus {gpus}: {why}")
             devices = replace(devices, num_ranks=self.ranks or machine.fitting_ranks(cpu_ranks))
+        elif gpus is not None and self.ranks is None and len(devices.gpus) <= gpus.count(","):
+            logger.warning("--gpus %s: only %d of them can be used", gpus, len(devices.gpus))
         capability = min((gpu.capability for gpu in devices.gpus), default=None)
         device = devices.gpus[0].name if devices.gpus else "a CPU"
         precision = Precision(self.precision, self.attention).checked(capability=capability, device=device)
@@ -212,6 +229,7 @@ def ready_pool(
     kernels: KernelChoice = "own",
     patch_copies_on_host: Collection[Path] = (),
     placements: Mapping[str, Placement] | None = None,
+    kept: Mapping[Path, int] | None = None,
     keep_fds: Sequence[int] = (),
     jobs: Sequence[AdmittedJob] = (),
 ) -> Iterator[WorkerPool]:
@@ -244,6 +262,7 @@ def ready_pool(
         kernels=kernels,
         patch_copies_on_host=tuple(map(str, patch_copies_on_host)),
         placements=placements or {},
+        kept={str(path): size for path, size in (kept or {}).items()},
         are_all_needed=are_all_needed,
     )
     began_s = time.monotonic()

@@ -1,17 +1,15 @@
-"""One session: ranks with their models, a folder, and runs of the control loop on them (docs/python.md)."""
+"""One session: ranks with their models, a folder, and runs of the control loop on them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import json
 import logging
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,8 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from gfgen.errors import InputError, JobFileError, ModelError, OutputError
-from gfgen.job.reader import read_job_stream
+from gfgen.errors import InputError, ModelError, OutputError
+from gfgen.job.reader import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -48,7 +46,7 @@ from gfgen.runtime.predict.profile_store import find_profile, keep_measured, run
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend, Requests, WarmUps
 from gfgen.runtime.simulate.choosers import ThreadedChooser
-from gfgen.session.admission import Admission, warn_of_passed_deadlines
+from gfgen.session.admission import Admission, jobs_to_run, judge, warn_of_passed_deadlines
 from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
 from gfgen.session.warming import choose_kernels, warm_up, warm_ups_of
@@ -159,16 +157,11 @@ class Session:
         return self.pool.num_ranks
 
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
-        """The jobs of these lines that are not done. Raises: JobFileError; InputError for a model."""
-        text = "\n".join(json.dumps(line) for line in lines)
-        parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
+        """The jobs of these lines that are not done. Raises: as `judge` and `jobs_to_run`."""
         options = self.options
         claims = Claims(output_dir=options.output_dir, job_file=options.job_file, named_at=options.named_at)
-        admitted, problems = self.admission(parsed.specs, may_ask=True)
-        claimed, taken = claims.claim(admitted)
-        if found := (*parsed.problems, *problems, *taken):
-            raise JobFileError(parsed.source, found)
-        return [job for job in claimed if job.job_id not in claims.done_ids]
+        jobs, _ = jobs_to_run(judge(JobSource(given=tuple(lines)), self.admission, claims=claims))
+        return [job for job in jobs if job.job_id not in claims.done_ids]
 
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
@@ -192,7 +185,12 @@ class Session:
         self.residency = memory.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         self._models = {**named, **{job.spec.model or "": job.checkpoint for job in jobs}}
-        held = checkpoints if self.residency is None else self.residency.checkpoints
+        held: Collection[Path] = checkpoints
+        kept: Mapping[Path, int] = {}
+        if self.residency is not None:
+            held = self.residency.checkpoints
+            may_return = self.residency.is_needed and (bool(models) or have_turns(jobs))
+            kept = self.residency.kept = memory.kept(checkpoints) if may_return else {}
         kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
             held,
@@ -202,6 +200,7 @@ class Session:
             kernels=kernels,
             patch_copies_on_host=memory.copies_on_host(checkpoints),
             placements=memory.streaming(checkpoints),
+            kept=kept,
             keep_fds=[self._lock],
             jobs=jobs,
         )
@@ -393,6 +392,12 @@ def known_profile(ranks: Ranks) -> Profile | None:
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
     return profile
+
+
+def have_turns(jobs: Sequence[AdmittedJob]) -> bool:
+    """Whether a model may have to come back: otherwise each has its turn once, and a copy would cost time."""
+    specs = [job.spec for job in jobs]
+    return len({(each.arrival_s, each.priority, each.deadline_s) for each in specs}) > 1
 
 
 @contextlib.contextmanager

@@ -59,24 +59,26 @@ def bind_forks() -> None:
     os.register_at_fork(before=note_parent, after_in_child=lambda: die_with_parent(parent[0]))
 
 
+def output_of(module: str, *arguments: str, asked: str = "", timeout_s: float) -> str:
+    """What a module prints that runs as a program. Raises: ChildProcessError with the reason."""
+    command, env = module_command(module, *arguments), module_environment()
+    try:
+        done = subprocess.run(
+            command, input=asked, check=True, capture_output=True, text=True, timeout=timeout_s, env=env
+        )
+    except subprocess.TimeoutExpired:
+        raise ChildProcessError(f"no answer within {timeout_s:g} s") from None
+    except subprocess.CalledProcessError as error:
+        raise ChildProcessError((error.stderr.strip().splitlines() or ["no reason given"])[-1]) from None
+    return done.stdout
+
+
 def ask_child(module: str, asked: object, what: str) -> Any:
     """The answers of a module that runs as a program. Raises: ModelError."""
     try:
-        done = subprocess.run(
-            module_command(module),
-            input=json.dumps(asked),
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=ANSWERS_S,
-            env=module_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"checking {what} took over {ANSWERS_S:.0f} s") from None
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"{what} cannot be checked: {reason}") from None
-    return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(output_of(module, asked=json.dumps(asked), timeout_s=ANSWERS_S).splitlines()[-1])
+    except ChildProcessError as error:
+        raise ModelError(f"{what} cannot be checked: {error}") from None
 
 
 def answer_all(answer: Callable[..., Any]) -> None:

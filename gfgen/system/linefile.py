@@ -1,4 +1,4 @@
-"""Append-only files of lines, each written completely or not at all; readers skip what a killed run left."""
+"""Files, and lines of files, that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -52,6 +52,18 @@ class LineFile:
         with suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file and rename it into place, so that readers never see half of it. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_from(path: Path, *, start: int = 0) -> bytes:

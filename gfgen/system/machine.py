@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 import time
-import zoneinfo
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -38,8 +37,6 @@ RUN_BYTES, RANK_BYTES = 380_000_000, 80_000_000
 """Runs of tiny-wan on 1, 2 and 4 CPU ranks peak at 457, 552 and 689 MB; processes share their imports."""
 LEAST_FILE_BYTES = 1 << 27
 """The shared memory of a rank is a file to the system."""
-LEAST_ADDRESSES_BYTES = 1_500_000_000
-"""For a CPU rank with the built-in model: with 1.0 GB it does not start, with 1.3 GB its tasks fail."""
 
 
 def num_cores() -> int:
@@ -137,7 +134,7 @@ COMPUTING = (
     *("greenlet", "huggingface_hub", "numpy", "pillow", "tqdm"),
 )
 """Packages that every run needs."""
-VIDEOS, PATCHING = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",)
+VIDEOS, PATCHING, OWN_POLICIES = ("ftfy", "imageio", "imageio-ffmpeg"), ("peft",), ("cloudpickle",)
 SERVING = (
     *("fastapi", "uvicorn", "pydantic", "httptools", "httpx"),
     *("python-multipart", "prometheus_client"),
@@ -215,6 +212,17 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(rooms, default=None)
 
 
+def peak_bytes() -> int:
+    """The most main memory that this process has had; 0 where the system does not report it."""
+    return 1024 * (_number_in(_text_of(Path("/proc/self/status")), "VmHWM:") or 0)
+
+
+def forget_peak() -> None:
+    """Let `peak_bytes` begin anew, where the kernel allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def check_limits(num_ranks: int = 0) -> None:
     """Raises: InputError if this machine does not let so many ranks start; it says what to do."""
     if sys.flags.optimize > 1:
@@ -236,21 +244,6 @@ def check_limits(num_ranks: int = 0) -> None:
         if error.errno == errno.EFBIG:
             why, help_ = f"files of {size_in_words(LEAST_FILE_BYTES)} are too large", "raise ulimit -f"
         raise InputError(f"shared memory is refused here ({why}); {help_}") from None
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
-        raise InputError(
-            f"a process may take {size_in_words(most)} of memory here (ulimit -v); each rank needs at least "
-            f"{size_in_words(LEAST_ADDRESSES_BYTES)}, and more for larger models: raise the limit"
-        )
-
-
-def warn_of_unknown_zone() -> None:
-    """Log if TZ names a time zone that this system does not have: it then counts as UTC."""
-    name = os.environ.get("TZ", "").removeprefix(":")
-    is_rule = re.match(r"(\w{3,}|<[^>]+>)[+-]?\d", name)  # such as CET-1CEST
-    if name in ("", "UTC", "GMT") or is_rule or any(Path(each, name).is_file() for each in zoneinfo.TZPATH):
-        return
-    logger.warning("TZ=%s is no time zone of this system, so times of day are those of UTC", name)
 
 
 _MAX_DEPTH = 32

@@ -99,9 +99,16 @@ def test_no_policy_ends_a_night_before_the_bound():
     assert ends_s["auto"] < 1.05 * bound_s < ends_s["legacy"]
 
 
-@pytest.mark.parametrize("words", [["compare", "--against", "legacy"], ["--compare", "legacy"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--against", "legacy", "--policy", "auto", "--policy", "srtf"],
+        ["--compare", "legacy", "--policy", "auto", "--policy", "srtf"],
+        ["--compare=legacy", "--compare", "auto", "--policy", "srtf"],
+    ],
+)
 def test_bench_compares_policies_in_virtual_time(words, tmp_path, capsys):
-    arguments = ["--simulate", "--policy", "auto", "--policy", "srtf", "--jobs", "12", "-o", str(tmp_path)]
+    arguments = ["--simulate", "--jobs", "12", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         main(["bench", *words, *arguments])
     assert end.value.code == 0
@@ -277,7 +284,7 @@ def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
     ).scores
     ran = comparison_of(PolicyRun("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
     kept = scores_of(json.loads(ran.as_json({})))
-    assert [job.id for job in kept[0].jobs] == ["a", "b"]
+    assert [job["id"] for job in kept[0].jobs] == ["a", "b"]
     assert list(surprises(simulated, kept)) == [
         "auto, in time in one of the two alone: a 500 ms late (simulated 250 ms early)"
     ]

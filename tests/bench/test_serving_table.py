@@ -14,6 +14,9 @@ def test_what_http_adds_is_the_difference_of_medians():
         http_s=[0.111, 0.113, 0.800],
         post_s=[0.006] * 99 + [0.020],
         post_cpu_s=0.0035,
+        open_post_s=[0.005] * 98 + [0.070] * 2,
+        file_s=0.020,
+        requests_s=0.043,
         status_per_s=1234.5,
         front_cpu_s=0.25,
         turn_s=0.012,
@@ -25,6 +28,10 @@ def test_what_http_adds_is_the_difference_of_medians():
     assert "busy ranks: median | at most 8 ms | 6.0 ms |" in text
     assert "P99 | at most 30 ms | 6.0 ms |" in text
     assert "with its events | | 3.5 ms of CPU |" in text
+    assert (
+        "| POST with 24 open jobs: median | | 5.0 ms |\n| the same: P99 | at most 60 ms | 70.0 ms |" in text
+    )
+    assert "| added to each | at most 10 ms | +23.0 ms |" in text
     assert "1,234 a second" in text
     assert "34.0 ms" in text
 

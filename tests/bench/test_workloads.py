@@ -9,7 +9,6 @@ from one_job import parse_job
 from gfgen.bench.workloads import (
     MIXES,
     WORKLOADS,
-    StandAlone,
     WorkloadOptions,
     admitted,
     make_workload,
@@ -25,7 +24,7 @@ from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED, shipped_profiles
 
 WAN = "wan2.2-ti2v-5b"
-TIMES = StandAlone({1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0, "L": 10.0}})
+TIMES = {1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0, "L": 10.0}}
 
 
 def test_rows_of_shipped_profiles_say_what_shapes_are_interpolated_over():
@@ -62,7 +61,7 @@ def test_every_workload_is_a_job_file_that_passes_admission(name, model, seed):
 @pytest.mark.parametrize("load", [0.5, 1.2])
 def test_load_is_the_time_that_single_rank_replicas_are_busy(name, load):
     jobs = make(name, load=load, num_jobs=4000, num_ranks=4)
-    work_s = sum(TIMES.of(job.tag) for job in jobs)
+    work_s = sum(TIMES[1][job.tag] for job in jobs)
     assert work_s / (4 * jobs[-1].arrival_s) == pytest.approx(load, rel=0.06)
 
 
@@ -108,4 +107,4 @@ def test_the_shipped_profile_knows_every_class_at_every_degree(model):
     times = stand_alone(weightless_model(model), costs, degrees=(1, 2, 4))
     assert bool(costs.doubts) is (model == WAN)  # only one shape of it was measured on four GPUs
     for tag in "SML":
-        assert times.of(tag, degree=4) < times.of(tag, degree=2) < times.of(tag)
+        assert times[4][tag] < times[2][tag] < times[1][tag]

@@ -15,12 +15,16 @@ from typing import ClassVar
 import pytest
 from click.shell_completion import ShellComplete
 
+from gfgen.cli import doctor
 from gfgen.cli.main import cli, main
 from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
+from gfgen.runtime.core.devices import Devices, Gpu
 from gfgen.runtime.predict import profile_file, profile_store
-from gfgen.system.machine import COMPUTING, PATCHING, SERVING, VIDEOS, versions
+from gfgen.session import memory
+from gfgen.session.ranks import Ranks
+from gfgen.system.machine import COMPUTING, OWN_POLICIES, PATCHING, SERVING, VIDEOS, versions
 
 
 def gfgen(capsys, *arguments):
@@ -190,7 +194,7 @@ def test_doctor_knows_every_package_that_is_installed_with_gfgen():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
     of_others = {"click", "nvidia-cudnn-frontend", "jinja2"}  # torch does not install without the last
-    assert brought - of_others == {*COMPUTING, *VIDEOS, *PATCHING, *SERVING}
+    assert brought - of_others == {*COMPUTING, *VIDEOS, *PATCHING, *OWN_POLICIES, *SERVING}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,24 @@ def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     assert f"models: {tmp_path / 'home' / 'hub'} (does not exist yet)" in gfgen(capsys, "doctor")[1]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
+
+
+def test_doctor_says_which_models_fit_what_is_streamed_and_what_main_memory_has(monkeypatch):
+    def told(size_gb, available_gb):
+        monkeypatch.setattr(memory, "available_bytes", lambda: available_gb * 10**9)
+        devices = Devices("cuda", 1, (Gpu("a GPU", size_gb * 10**9),))
+        return list(doctor._models(Ranks(devices, has_random_weights=True)))
+
+    head, *lines = told(24, 64)
+    assert re.fullmatch(r"main memory: .* available; a program may pin .* \(ulimit -l\)", head)
+    (qwen,) = (line for line in lines if line.startswith("qwen-image, 1328x1328: "))
+    assert re.search(
+        r"; 40\.1 GB are streamed from main memory, which takes a forward at least 0\.\d+ s$", qwen
+    )
+    assert "wan2.2-ti2v-5b, 1280x704: each GPU holds all of its weights, 24.2 GB" in told(80, 64)
+    assert "40.1 GB of main memory needed for weights that GPUs lack room for" in told(24, 20)[-1]
+    assert "at least 18.1 GB needed on each GPU even if all" in told(16, 64)[-1]
+    assert len(list(doctor._models())) == 1, "there are no GPUs"
 
 
 @pytest.fixture
@@ -328,7 +350,6 @@ def test_a_command_that_is_started_without_standard_error_runs(redirection):
     ("limit", "told"),
     [
         ("-n 5", "too many open files: raise the limit (ulimit -n), then run again"),
-        ("-v 1000000", "a process may take 1.0 GB of memory here (ulimit -v); each rank needs at least 1.5"),
     ],
 )
 def test_a_limit_under_which_nothing_can_run_is_one_line(tmp_path, limit, told):

@@ -16,11 +16,10 @@ from gfgen.cli.shown import board
 from gfgen.cli.shown.board import Line
 from gfgen.cli.shown.progress import (
     BarProgress,
+    FailureProgress,
     LineProgress,
-    NoProgress,
-    make_file_progress,
-    make_progress,
     outcome_line,
+    progress_of,
 )
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, with_view
 from gfgen.runtime.simulate.forecast import forecast
@@ -80,16 +79,16 @@ def outcome(info: JobInfo, *, status: str = "done", deadline_s: float | None = N
 
 def test_bars_on_a_terminal_lines_elsewhere_and_nothing_when_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(make_progress(quiet=False, stream=Terminal()), BarProgress)
-    assert isinstance(make_progress(quiet=False, stream=io.StringIO()), LineProgress)
-    assert isinstance(make_progress(quiet=True, stream=Terminal()), NoProgress)
-    assert isinstance(make_progress(quiet=False, log_json=True, stream=Terminal()), LineProgress)
+    terminal, file = Terminal(), io.StringIO()
+    assert list(map(type, progress_of(quiet=False, stream=terminal))) == [BarProgress, LineProgress]
+    assert list(map(type, progress_of(quiet=False, stream=file))) == [LineProgress]
+    assert list(map(type, progress_of(quiet=True, stream=terminal))) == [FailureProgress, LineProgress]
+    assert list(map(type, progress_of(quiet=False, log_json=True, stream=terminal))) == [LineProgress]
 
 
 def test_a_terminal_whose_cursor_does_not_move_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_progress(quiet=False, stream=Terminal()), LineProgress)
-    assert not isinstance(make_file_progress(quiet=False, stream=Terminal()), LineProgress)
+    assert list(map(type, progress_of(quiet=False, stream=Terminal()))) == [LineProgress]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_a_failure_is_logged_once_whatever_is_shown(
 ) -> None:
     stream = Terminal() if has_terminal else io.StringIO()
     with caplog.at_level(logging.INFO, "gfgen"):
-        for make in (make_progress, make_file_progress):
-            progress = make(quiet=quiet, stream=stream)
+        for progress in progress_of(quiet=quiet, stream=stream):
             progress.ended(outcome(job_info("a"), status="failed"))
             progress.close()
     failures = [record for record in caplog.records if record.message.startswith("failed a: denoise 1")]

@@ -1,9 +1,12 @@
 """Commands for runs that other processes hold: what they name, ask and print."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -159,6 +162,26 @@ def test_a_name_of_nothing_is_one_line(tmp_path, monkeypatch, name, words):
     with pytest.raises(InputError, match=words) as caught:
         find_target(name, key=None).status()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("term", ["xterm", "of-no-database"])
+def test_the_live_view_ends_with_q_and_leaves_two_lines(tmp_path, term):
+    line = {"version": 1, "id": "fox", "status": "done", "written_at": "2026-11-27T10:00:00Z"}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "gfgen", "top", str(tmp_path)]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": term}) as top:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # it has ended
+            while part := os.read(ours, 65536):
+                shown += part
+                if b"q ends this view" in shown:
+                    os.write(ours, b"q")
+    os.close(ours)
+    assert top.returncode == 0
+    assert (b"q ends this view" in shown) == (term == "xterm")
+    assert b": nothing runs;" in shown.rpartition(b"\x1b[?1049l")[2]  # when the terminal is as before
 
 
 def test_the_view_fits_the_terminal_and_puts_running_jobs_first():

@@ -14,6 +14,8 @@ from gfgen.runtime.core import admission
 from gfgen.runtime.core.metrics import ALL_TAGS
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_store import default_path
+from gfgen.system.machine import cpu_name
 
 JOBS = [
     {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 3, "tag": "S"},
@@ -485,3 +487,17 @@ def test_several_machines_are_simulated_with_their_driver(gfgen, folder):
     code, _, err = gfgen(*command, "--nodes", 2, "--output", folder / "out")
     assert code == 2
     assert "--output goes with one machine; leave out --nodes" in err
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_in_fp8_the_profile_is_the_one_that_was_measured_so(gfgen, folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    code, _, err = gfgen(command, "night.jsonl", "--precision", "fp8")
+    assert code == 2
+    assert f"no profile of {cpu_name()} fp8; 'gfgen profile' measures it, --profile names another" in err
+    path = default_path(f"{cpu_name()} fp8")
+    path.parent.mkdir(parents=True)
+    write_profile(path, models=("tiny-wan", "tiny-qwen-image"))
+    code, out, _ = gfgen(command, "night.jsonl", "--precision", "fp8", "--json")
+    assert code == 0
+    assert json.loads(out)

@@ -22,7 +22,6 @@ from serving import free_port
 from gfgen.cli.main import main
 from gfgen.runtime.control import closing
 from gfgen.session import session
-from gfgen.system import machine
 from gfgen.system.home import home
 
 ROOT = Path(__file__).parents[2]
@@ -277,21 +276,6 @@ def test_a_disk_without_room_for_names_is_full_not_wrong(capsys, monkeypatch, ni
         "gfgen: --output outputs/night: cannot write there (No space left on device); name another folder"
     )
     assert refusal(capsys, "run", "night.jsonl") == (1, f"{expected}\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [("Europe/Berln", False), ("Europe/Berlin", True), ("CET-1CEST", True), ("UTC", True), (":Mars", False)],
-)
-def test_a_time_zone_that_nobody_knows_is_warned_about(capsys, monkeypatch, tmp_path, name, is_known):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TZ", name)
-    monkeypatch.setattr(machine.zoneinfo, "TZPATH", (str(tmp_path),))
-    (tmp_path / "Europe").mkdir()
-    (tmp_path / "Europe/Berlin").touch()
-    code, err = refusal(capsys, "run", "nothing.jsonl")
-    assert code == 2
-    assert ("is no time zone of this system, so times of day are those of UTC" in err) != is_known
 
 
 # Limits of a container --------------------------------------------------------------------------

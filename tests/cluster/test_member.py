@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 import pytest
 from builders import make_job, simulate
 
-from gfgen.cluster.member import Cancel, Ended, JobFeed, Start
+from gfgen.cluster.member import JobFeed, Start
 from gfgen.cluster.ray_node import FileDelivery
 from gfgen.errors import OutputError, Problem
 from gfgen.runtime.core.dispatch import Dispatch
@@ -15,6 +15,7 @@ from gfgen.runtime.core.events import JobCancelled, RankReady, StopRequested, Ta
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import content_of
 from gfgen.runtime.simulate.choosers import ThreadedChooser
+from gfgen.session.feed import Cancel, Ended
 
 
 class Wire:

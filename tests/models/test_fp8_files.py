@@ -153,7 +153,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def bits(adapter: Any) -> dict[str, Tensor]:
-    pipeline = adapter.patches._pipeline
+    pipeline = adapter.patches.pipeline
     found = {}
     for name in ("transformer", "transformer_2"):
         for key, x in original_weights(getattr(pipeline, name, None) or nn.Module()).items():
@@ -174,7 +174,7 @@ def test_a_models_steps_compute_with_the_files_bits_and_loras_leave_them_behind(
 ) -> None:
     adapter: Any = load_adapter(checkpoint, dtype="bfloat16", quantised=Quantised(layers=True))
     adapter.patches.stored = StoredWeights(checkpoint)
-    model, tensors = adapter.patches._pipeline.transformer, dict[str, Tensor]()
+    model, tensors = adapter.patches.pipeline.transformer, dict[str, Tensor]()
     stored = {}
     for path in (checkpoint / "transformer").glob("*.safetensors"):
         stored |= load_file(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from gfgen.models.loading.random_weights import StoredWeights, random_component
 from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import QuantisedRows, original_weights
+from gfgen.models.streaming.host_copy import HostCopy
+from gfgen.models.streaming.keeping import Kept
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of
@@ -111,6 +114,27 @@ def test_weights_equal_those_that_diffusers_fuses_and_the_base_model_comes_back(
     assert len(changed) in (4, 8)  # once for each model and change
     merged.merge(asked())
     assert len(changed) in (4, 8)
+
+
+def test_a_model_that_leaves_its_device_takes_no_loras_with_it(model: str, files: list[Path]) -> None:
+    pipeline = loaded(model)
+    fd = Placement().new_copy()
+    kept = Kept(pipeline, HostCopy(fd, torch.device("cpu")), torch.device("cpu"))
+    os.close(fd)
+    changed: list[nn.Module] = []
+    merged, found = MergedLoras(pipeline, changed=changed.append), []
+    for loras in ([], [(files[0], 1.0)], [(files[1], 1.0)], []):
+        merged.merge(asked(*loras))
+        found.append({name: x.clone() for name, x in original_weights(pipeline.transformer).items()})
+        changed.clear()
+        merged.take_out()
+        assert bool(changed) == bool(loras), "what was kept of texts is not that of the model without them"
+        kept.leave()
+        kept.come_back()
+        assert not differing(original_weights(pipeline.transformer), found[0])
+    expected = fused_by_diffusers(loaded(model), files[1:], [1.0])
+    assert not differing(found[2], expected)
+    assert not differing(found[3], found[0])
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

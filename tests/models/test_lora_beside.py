@@ -236,7 +236,7 @@ def test_a_convolution_gets_the_sum(case: Case, tmp_path: Path) -> None:
     assert fit_of(case.checkpoint, path).changed["transformer.patch_embedding.weight"] == shape.numel()
     spec = replace(asked((path, 0.7)), **SMALL, **FIELDS[WAN])
     adapter: Any = load_adapter(case.checkpoint)
-    weight = adapter.patches._pipeline.transformer.patch_embedding.weight
+    weight = adapter.patches.pipeline.transformer.patch_embedding.weight
     before = weight.clone()
     latents_of(adapter, spec)
     up, down = (tensors[f"transformer.patch_embedding.lora_{name}.weight"].flatten(1) for name in "BA")
@@ -262,14 +262,14 @@ def test_all_kinds_of_changes_act_as_on_plain_weights(case: Case, tmp_path: Path
     spec = replace(asked((path, 0.7)), **SMALL, **FIELDS[FLUX])
     adapter: Any = load_adapter(case.checkpoint)
     plain: Any = load_adapter(case.base)
-    plain.patches._pipeline.transformer.load_state_dict(numbers(adapter.patches._pipeline.transformer))
-    before = numbers(adapter.patches._pipeline.transformer)
+    plain.patches.pipeline.transformer.load_state_dict(numbers(adapter.patches.pipeline.transformer))
+    before = numbers(adapter.patches.pipeline.transformer)
     found, wanted, without = latents_of(adapter, spec), latents_of(plain, spec), latents_of(plain, case.job())
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert (found - without).abs().max() > 1e-2 * wanted.abs().max()
     latents_of(adapter, case.job())
     assert all(
-        torch.equal(x, before[name]) for name, x in numbers(adapter.patches._pipeline.transformer).items()
+        torch.equal(x, before[name]) for name, x in numbers(adapter.patches.pipeline.transformer).items()
     )
 
 
@@ -320,10 +320,10 @@ def test_an_expert_in_plain_weights_beside_one_in_gguf_gets_the_sum(case: Case, 
     latents_of(adapter, spec)
     merged = load_adapter(case.base)
     latents_of(merged, spec)
-    ours, theirs = (dict(each.patches._pipeline.transformer.named_parameters()) for each in (adapter, merged))
+    ours, theirs = (dict(each.patches.pipeline.transformer.named_parameters()) for each in (adapter, merged))
     assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
-    assert not adapter.patches._pipeline.transformer.runs_beside
-    assert adapter.patches._pipeline.transformer_2.runs_beside
+    assert not adapter.patches.pipeline.transformer.runs_beside
+    assert adapter.patches.pipeline.transformer_2.runs_beside
 
 
 # Before a run -------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def test_files_in_every_order_of_three_give_what_each_gives_alone(tmp_path: Path
             merged.merge(asked(paths[name]))
         except ModelError:
             return None
-        return weights_of(merged._pipeline)
+        return weights_of(merged.pipeline)
 
     alone: dict[str, dict[str, Tensor] | None] = {}
     for name in paths:
@@ -467,7 +467,7 @@ def test_layers_that_the_model_lacks_are_left_out_if_the_entry_says_so(tmp_path:
 
 def test_pictures_of_ten_files_are_finite_and_differ(tmp_path: Path) -> None:
     adapter: Any = load_adapter(resolve_checkpoint("tiny-qwen-image"))
-    pipeline, noise, found = adapter.patches._pipeline, torch.Generator().manual_seed(1), set()
+    pipeline, noise, found = adapter.patches.pipeline, torch.Generator().manual_seed(1), set()
     formats = [name for name in FORMATS if name != "kohya"][:10]
     for idx, name in enumerate(formats):
         made = FORMATS[name](pipeline, noise)

@@ -1,6 +1,7 @@
 """Calls on pipelines without weights tell what pipelines refuse, and how much of a prompt they read."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,19 @@ from PIL import Image
 
 from benchmarks.draws import draws_of
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import stop_checks
 from gfgen.models.geometry.call import signature_of
-from gfgen.models.stepping.outlined import answers, read_characters
+from gfgen.models.geometry.model import load_geometry
+from gfgen.models.stepping.adapter import load_any
+from gfgen.models.stepping.outlined import (
+    _without_computing,
+    answers,
+    outlined_pipeline,
+    read_characters,
+    tried,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing config attribute:FutureWarning")  # of diffusers
 
@@ -96,6 +107,62 @@ def test_what_the_first_step_refuses_is_refused(folder):
     )
     assert found["one"] is None
     assert found["two"]
+
+
+def test_what_a_later_step_or_the_decode_refuses_is_refused(folder):
+    name, tiles = "LTXI2VLongMultiPromptPipeline", {"decode_horizontal_tiles": 1, "decode_vertical_tiles": 1}
+    found = refusals(
+        folder,
+        name,
+        whole={"frames": 9, "args": tiles},
+        short={"frames": 9, "args": tiles | {"temporal_tile_size": 1}},
+    )
+    assert found["whole"] is None
+    assert found["short"]
+    found = refusals(folder, "AllegroPipeline", few={"frames": 4}, more={"frames": 9})
+    assert "negative dimension" in (found["few"] or "")
+    assert found["more"] is None
+
+
+def test_a_class_that_reads_prompts_as_json_is_tried_with_the_prompt_of_a_job(folder, tmp_path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "0.png")
+    job = {"image": str(tmp_path / "0.png"), "prompt": '{"edit_instruction": "a fox"}'}
+    odd = {**job, "scheduler": {"class": "LCMScheduler"}}
+    found = refusals(folder, "BriaFiboEditPipeline", plain=job, odd=odd)
+    assert found["plain"] is None
+    assert "does not support custom sigmas" in (found["odd"] or "")
+
+
+class Vision(torch.nn.Module):
+    """As towers for vision do: shapes depend on the values of a grid and of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 8)
+
+    def forward(self, patches_LC: torch.Tensor, grid: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.cat([torch.arange(h * w, device=grid.device) for h, w in grid.tolist()])
+        rows = torch.arange(2, device=grid.device)[:, None].expand(2, 3).reshape(-1)
+        scale = torch.tensor([rows.max() + 1], device=grid.device).expand(len(grid)).tolist()
+        found = self.layer(patches_LC)[places][:: scale[0]]
+        return found[: len(ids[ids == 7])]
+
+
+def test_networks_whose_shapes_depend_on_values_of_integers_are_tried():
+    with torch.device("meta"):
+        network = _without_computing(Vision())
+    grid, ids = torch.tensor([[2, 3], [1, 2]]), torch.tensor([7, 1, 7, 7])
+    made = network(torch.ones(8, 4), grid, ids)
+    assert (tuple(made.shape), made.device.type) == ((3, 8), "cpu")
+
+
+def test_a_call_whose_decode_takes_long_is_tried_up_to_there(folder, monkeypatch):
+    geometry = load_geometry(checkpoint(folder, "LTXPipeline"))
+    job = geometry.resolve(JobSpec(id="a", prompt="a fox", width=64, height=64, frames=9, steps=2, seed=0))
+    path, load = checkpoint(folder, "LTXPipeline"), outlined_pipeline
+    adapter = load_any(path, geometry, device="cpu", dtype=torch.float32, load=load)
+    monkeypatch.setattr(adapter, "decode", lambda *_: [stop_checks.check() for _ in itertools.count()])
+    assert tried(adapter, job, rest_s=0.1)[0] is None
 
 
 def test_a_usual_job_has_the_pictures_and_texts_that_a_call_needs(folder, tmp_path):

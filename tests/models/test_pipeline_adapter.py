@@ -179,7 +179,7 @@ def test_several_pictures_and_sound_are_outputs(checkpoint: Path, monkeypatch: p
     pictures = np.zeros((1, 9, 64, 64, 3), np.float32)
     made = SimpleNamespace(frames=pictures, audio=torch.tensor([[[0.5, -2.0, 0.25], [0.0, 1.0, 0.0]]]))
     call = SimpleNamespace(decode=lambda latents: made)
-    monkeypatch.setattr(adapter, "_calls", lambda scheduler, place: call)
+    monkeypatch.setattr(adapter, "_calls", lambda *which: call)
     found = adapter.decode(spec, Fields())
     assert found.tensors[SOUND].tolist() == [[0.5, -1.0, 0.25], [0.0, 1.0, 0.0]]
     assert found.scalars[SOUND_RATE] == stepping_adapter.DEFAULT_SOUND_RATE

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 
 
 def shared(placement: Placement) -> Placement:
-    return Placement(placement.streamed, placement.num_buffers, shared=placement.streamed)
+    return replace(placement, shared=placement.streamed)
 
 
 @pytest.fixture
@@ -157,17 +158,20 @@ def test_gpus_read_from_each_other_also_what_a_dead_rank_left(
         processes[rank].join(60)
 
 
+@pytest.mark.parametrize("is_on_disk", [False, True])
 @pytest.mark.parametrize("moment", ["before its post", "before a read", "within a read", "after a read"])
 def test_a_rank_that_dies_at_any_moment_of_a_read_changes_no_bits(
     deep: Path,  # noqa: F811
     boards: Sequence[Board],
     monkeypatch: pytest.MonkeyPatch,
     moment: str,
+    is_on_disk: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     options: dict[str, Any] = {"has_random_weights": True}
     wanted = result(load(deep, None, **options), JOB)
-    fork, placement = multiprocessing.get_context("fork"), of_deep(0, 1, 2, 3, 4)
+    placement = replace(of_deep(0, 1, 2, 3, 4), is_on_disk=is_on_disk, streamed_bytes=1 << 20)
+    fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
 
     def other() -> None:

@@ -261,10 +261,10 @@ def test_fused_blocks_are_placed_as_they_are_fused_also_in_8_bits(
 
 def all_weights_read(model: nn.Module) -> list[torch.Tensor]:
     """Copies of all tensors, as they are when their block is computed."""
-    found, names = list[torch.Tensor](), list(model.named_modules())
-    for module in model.modules():
-        if (chain := vars(module).get("gfgen_stream")) is not None:
-            chain.enter(list(chain._by_name).index(next(name for name, each in names if each is module)))
+    found, chain = list[torch.Tensor](), stream_of(model)
+    for name, module in model.named_modules():
+        if chain is not None and name in chain._by_name:
+            chain.enter(list(chain._by_name).index(name))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         found += [each.detach().view(torch.uint8).clone() for each in own if each.numel() and each.ndim]
     return found

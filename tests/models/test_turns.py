@@ -238,7 +238,7 @@ class Reads:
         self.num_computed = 0
         self._is_over = True
         for number, transformer in enumerate(transformers):
-            transformer.streams = True
+            transformer.gfgen_stream = True
             for name, module in transformer.named_modules():
                 if isinstance(module, torch.nn.ModuleList) and "blocks" in name and "." not in name:
                     for idx, block in enumerate(module):
@@ -317,7 +317,7 @@ def test_branches_in_turn_on_several_ranks_give_what_they_give_one_after_the_oth
 
     wanted = results()
     for transformer in transformers_of(job.adapter):
-        transformer.streams = True
+        transformer.gfgen_stream = True
         for block in next(m for m in transformer.modules() if isinstance(m, torch.nn.ModuleList)):
             block.register_forward_pre_hook(waits)
     assert all(equal(found, own) for found, own in zip(results(), wanted, strict=True))

@@ -153,12 +153,12 @@ def test_a_chooser_beside_the_run_thinks_in_a_thread_and_is_asked_again_only_aft
     chooser.consider(snapshot)
     assert chooser.take() is None
     may_end.set()
-    chooser._thought.join()
+    chooser._thread.join()
     assert chooser.take() == Choice("srtf", "after a while")
     assert chooser.take() is None
     assert asked == [None]
     chooser.consider(snapshot)
-    chooser._thought.join()
+    chooser._thread.join()
     assert asked[1] == Choice("srtf", "after a while")
     chooser.close()
 

@@ -5,12 +5,12 @@ FAST = Summary(
     num_done=3,
     makespan_s=60.0,
     latency=Latency(10.0, 9.0, 20.0, 21.0),
-    deadlines=Attainment(2, 3),
     deadlines_by_tag={"S": Attainment(2, 2), "": Attainment(0, 1)},
-    busy_s=(30.0, 60.0),
-    moved_s=(0.5, 0.7),
+    num_ranks=2,
+    busy_s=90.0,
+    moved_s=1.2,
 )
-FAILED = Summary(num_failed=3, makespan_s=5.0, deadlines=Attainment(0, 3))
+FAILED = Summary(num_failed=3, makespan_s=5.0, deadlines_by_tag={"": Attainment(0, 3)})
 
 
 def test_a_column_for_each_run_and_a_row_for_each_number():

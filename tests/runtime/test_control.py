@@ -198,11 +198,11 @@ def mute(snapshot):
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (always(None), "it returned a value of type NoneType; a list of Decision is accepted"),
-        (always(7), "it returned a value of type int; a list of Decision is accepted"),
+        (always(None), "'NoneType' object is not iterable"),
+        (always(7), "'int' object is not iterable"),
         (always("abc"), "it decided a value of type str; a Decision"),
         (always([None]), "it decided a value of type NoneType; a Decision"),
-        (always([Decision("task", Layout.single(0))]), "a task of type str"),
+        (always([Decision("task", Layout.single(0))]), "it decided a Decision(str, Layout)"),
         (NamedPolicy("mine.py", endless), "it decided a value of type str"),
         (NamedPolicy("mine.py", leave), "SystemExit: 0"),
         (NamedPolicy("mine.py", babble), "ValueError: first line second line and so on"),

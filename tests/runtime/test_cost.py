@@ -41,7 +41,7 @@ def test_more_ranks_are_predicted_to_be_faster():
 def test_remaining_time_adds_up_over_the_tasks_that_are_left():
     costs = CostModel()
     small = cost_class(costs)
-    for stage, seconds in zip(Stage, (1.0, 2.0, 4.0, 0.5, 8.0), strict=True):
+    for stage, seconds in zip(Stage, (1.0, 2.0, 4.0, 0.5, 6.0, 8.0), strict=True):
         costs.observe(small, stage, ONE, seconds)
     trajectory = Trajectory("job", num_steps=3)
 

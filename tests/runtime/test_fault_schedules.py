@@ -27,7 +27,14 @@ from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
-from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, FramesStored, TaskFault, TaskReport
+from gfgen.runtime.ipc.messages import (
+    Abandoned,
+    EdgesRestarted,
+    FramesStored,
+    RankTimes,
+    TaskFault,
+    TaskReport,
+)
 from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.recovery import Cause
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
@@ -36,7 +43,7 @@ NUM_SCHEDULES = 100
 PER_TEST = 20
 NUMBER = 10**9
 """Of a dispatch that no worker is given."""
-REPORT = TaskReport(NUMBER, 0.0, 1.0, 0.0, 0.0, do_frames_follow=True)
+REPORT = TaskReport(NUMBER, RankTimes(0, 0.0, 1.0), do_frames_follow=True)
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_an_event_that_is_marked_on_one_rank_is_a_first_use_and_counts_in_its_jo
     key = (Stage.DENOISE, (1, 2, 1))
     assert key not in cost_class.measured
     assert cost_class.first_uses == {key: (8.0, 0.5)}
-    assert cluster.state.jobs.records["a"].usage.first_uses_s == 8.0
+    assert cluster.state.jobs.records["a"].outcome.first_uses_s == 8.0
 
 
 def priced(job, *, warm=()):

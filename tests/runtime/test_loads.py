@@ -27,7 +27,6 @@ from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.child import Patience, Phase
-from gfgen.runtime.processes.launcher import MAX_FORKS
 from gfgen.runtime.processes.pool import MAX_DEATHS, MAX_SPARED, HeldModels, WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
@@ -388,20 +387,6 @@ def kill_as_it_is_forked(
     os.kill(forkserver.read_signed(from_server), signal.SIGKILL)
     assert forkserver.read_signed(from_server) == -signal.SIGKILL
     return from_server, to_child
-
-
-@pytest.mark.parametrize("num_kills", [1, MAX_FORKS - 1])
-def test_a_worker_that_is_killed_as_it_is_forked_is_started_again(
-    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch, num_kills: int
-) -> None:
-    events_until(backend, RankReady, 2)
-    fork = forkserver.connect_to_new_process
-    ways = iter([partial(kill_as_it_is_forked, fork=fork)] * num_kills)
-    monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: next(ways, fork)(fds))
-    backend._pool.workers[1].kill()
-    found = events_until(backend, RankReady)
-    assert [event.is_retired for event in found if isinstance(event, RankLost)] == [False]
-    assert next(ways, None) is None
 
 
 def test_a_worker_that_cannot_be_forked_at_all_ends_the_run(

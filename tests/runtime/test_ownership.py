@@ -157,12 +157,6 @@ def test_folders_links_and_pipes_are_in_the_way_whatever_is_said(
     assert f"fox.png: is {kind}; move it away" in reason(claim(folder, overwrite=overwrite))
 
 
-def test_a_name_in_other_case_is_the_file_that_the_manifest_means(folder: Path) -> None:
-    """As on a file system where both are one file."""
-    made(folder, file="Fox.PNG").rename(folder / "fox.png")
-    assert replaced(claim(folder)) == content_of(folder / "fox.png")
-
-
 @pytest.mark.parametrize("way", ["path", "symlink", "hard link"])
 def test_no_output_is_the_image_of_any_job(folder: Path, way: str) -> None:
     path = made(folder)

@@ -16,7 +16,7 @@ from replay import replay
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Steering
-from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.control.residency import COPY_BYTES_PER_S, LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -423,6 +423,24 @@ def test_a_measured_change_makes_the_next_one_predictable():
     assert found._load_s({"wan"}) == pytest.approx(24 / 5.8)
 
 
+def test_a_model_with_a_copy_in_main_memory_comes_back_in_the_time_of_a_copy():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b"), job_of("moe", "c")]
+    found = residency_of(jobs, room=70 * GB)
+    found.kept = {Path("wan"): 24 * GB, Path("qwen"): 58 * GB}
+    found.applied(RankReady(0.0, 0, 1, startup_s=24.0))
+    found.applied(ModelsChanged(30.0, ("qwen",), 58.0, ""))
+    assert found._load_s({"wan"}) == pytest.approx(24e9 / COPY_BYTES_PER_S), "ranks have held it"
+    found.applied(RankLoaded(90.0, 0, 58.0))
+    assert found.load_times == pytest.approx({"wan": 24e9 / COPY_BYTES_PER_S, "moe": 69.0})
+    found.applied(ModelsChanged(100.0, ("wan",), 0.5, ""))
+    found.applied(RankLoaded(101.0, 0, 1.0, ("wan",)))
+    assert found.load_times == pytest.approx({"qwen": 58 / 24, "moe": 69.0}), "the copy's rate as measured"
+    found.applied(RankLoaded(130.0, 1, 48.0))
+    assert found.load_times == pytest.approx({"qwen": 58 / 24, "moe": 138.0}), (
+        "of a rank that died, the disk's"
+    )
+
+
 def test_a_job_that_times_out_while_it_waits_for_its_model_fails():
     jobs = [job_of("wan", "long", steps=500), job_of("qwen", "parked", timeout_s=1.0)]
     control, recorder = controlled(jobs)
@@ -478,4 +496,4 @@ def test_a_job_that_was_parked_in_the_middle_goes_on_where_it_was():
     assert recorder.end_order == ["short", "long"]
     steps = [d.task.step for d in recorder.dispatches if d.task.job_id == "long"]
     assert [step for step in steps if step is not None] == list(range(300))
-    assert {d.task.stage for d in recorder.dispatches} == set(Stage) - {Stage.APPROXIMATE}
+    assert {d.task.stage for d in recorder.dispatches} == set(Stage) - {Stage.APPROXIMATE, Stage.REFINE}

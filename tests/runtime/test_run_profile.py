@@ -329,7 +329,7 @@ def test_a_broken_calibration_is_made_anew(monkeypatch, content, cache):
 
 def test_a_machine_that_cannot_be_calibrated_has_no_scaled_profile(monkeypatch, caplog):
     scaling._measured.cache_clear()
-    monkeypatch.setattr(scaling, "module_command", lambda *_: ["false"])
+    monkeypatch.setattr("gfgen.system.lifeline.module_command", lambda *_: ["false"])
     with caplog.at_level(logging.WARNING):
         assert find_profile(calibrate=True) is None
     assert "this machine could not be calibrated" in caplog.text

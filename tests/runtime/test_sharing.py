@@ -11,6 +11,7 @@ from builders import make_job, simulate, simulated_control
 
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Layout
+from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.sharing import MAX_JOBS
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
@@ -150,18 +151,16 @@ def test_equal_parts_of_the_time_are_what_predictions_learn() -> None:
     assert rest_s == pytest.approx(6 * READ_S / 4 + OTHER_S, rel=0.02)
 
 
-def test_a_mistake_of_a_policy_stays_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_of_a_policy_stays_one(caplog: pytest.LogCaptureFixture) -> None:
     jobs = [make_job("a"), make_job("b")]
     control, _ = simulated_control(jobs, num_ranks=1, policy="srtf", task_s=task_s, **STREAMED)
-    decide, task = control.decider.decide, make_job("x").trajectory.task(2)
+    decide, task = control.decider.policy.decide, make_job("x").trajectory.task(2)
     wrong: list[Any] = [object(), Decision("a", None), Decision(task, 7)]  # type: ignore
 
     def decided(snapshot: Any) -> Any:
         return [wrong.pop()] if wrong else decide(snapshot)
 
-    monkeypatch.setattr(control.decider, "decide", decided)
+    control.decider.policy = NamedPolicy("mine.py", decided)
     control.run()
     assert "going on with fcfs" in caplog.text
 

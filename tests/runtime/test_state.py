@@ -8,6 +8,7 @@ from builders import make_job, with_limits
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.runtime.control.decider import check_types
 from gfgen.runtime.control.ranks import lookahead_of
 from gfgen.runtime.control.state import MIN_FILES, State
 from gfgen.runtime.core import events
@@ -159,19 +160,29 @@ HERE = Layout.single(0)
         (None, "type NoneType; a Decision"),
         ("a", "type str; a Decision"),
         ((NEXT, HERE), "type tuple; a Decision"),
-        (Decision(None, HERE), "task of type NoneType"),
-        (Decision(Task(["a"], 0, Stage.ENCODE), HERE), "the job's next_task is accepted"),
-        (Decision(NEXT, 0), "layout of type int"),
+        (Decision(None, HERE), "a Decision(NoneType, Layout)"),
+        (Decision(Task(["a"], 0, Stage.ENCODE), HERE), "the job's next_task and a Layout are accepted"),
+        (Decision(NEXT, 0), "a Decision(Task, int)"),
         (Decision(NEXT, Layout([0])), "a tuple of whole numbers"),
         (Decision(NEXT, Layout((0.0,))), "a tuple of whole numbers"),
         (Decision(NEXT, Layout((0, 1), ulysses=2.0)), "a tuple of whole numbers"),
+    ],
+)
+def test_what_is_no_decision_at_all_is_a_named_fault(decision, reason):
+    with pytest.raises(PolicyFault, match=re.escape(reason)):
+        check_types(decision)
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
         (Decision(Task("a", 0, Stage.DECODE), HERE), "decode (number 0) is not its next task"),
         (Decision(Task("a", "x", Stage.ENCODE), HERE), "is not its next task"),
         (Decision(Task("a", 0, Stage.ENCODE, step=0), HERE), "is not its next task"),
         (Decision(NEXT, Layout.single(99)), "the ranks of [99] do not reach each other"),
     ],
 )
-def test_what_is_no_decision_at_all_is_a_named_fault(decision, reason):
+def test_a_decision_of_another_task_or_rank_is_a_named_fault(decision, reason):
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault, match=re.escape(reason)):
         cluster.state.begin(decision)
@@ -728,6 +739,30 @@ def test_what_a_pipeline_refuses_is_not_tried_again_and_settles_jobs_with_equal_
     assert first.is_refused
     assert second.is_refused
     assert list(cluster.state.jobs.records) == ["other", "of another"]
+
+
+PADDING = "RuntimeError: Padding size should be less than the corresponding input dimension (conv.py:3)"
+
+
+@pytest.mark.parametrize("reason", [REFUSED, PADDING])
+def test_a_decode_that_fails_twice_for_the_arguments_settles_jobs_with_equal_ones(reason):
+    cluster = Cluster(make_job("a"), make_job("b"), make_job("other", steps=7))
+    decode = cluster.state.jobs.records["a"].num_tasks - 1
+    for index in range(decode):
+        cluster.done(cluster.begin("a", index, 1))
+    assert not cluster.failed(cluster.begin("a", decode, 1), reason)
+    outcomes = cluster.failed(cluster.begin("a", decode, 1), reason)
+    assert [(each.info.job_id, each.is_refused) for each in outcomes] == [("a", True), ("b", True)]
+
+
+def test_a_decode_that_fails_twice_for_another_reason_settles_no_other_job():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    decode = cluster.state.jobs.records["a"].num_tasks - 1
+    for index in range(decode):
+        cluster.done(cluster.begin("a", index, 1))
+    assert not cluster.failed(cluster.begin("a", decode, 1), "RuntimeError: CUDA error: unknown error")
+    (outcome,) = cluster.failed(cluster.begin("a", decode, 1), "RuntimeError: CUDA error: unknown error")
+    assert not outcome.is_refused
 
 
 def test_equal_jobs_that_have_passed_the_refused_task_go_on():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
-from gfgen.cli.shown.timeline import merged, read_timeline, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.cli.shown.timeline import joined, merged, read_timeline, tasks_of_jobs
 from gfgen.errors import InputError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -179,9 +179,10 @@ def test_reading_gives_the_run_back(trace: Path) -> None:
     assert (timeline.policy, timeline.num_ranks, len(timeline.jobs)) == ("srtf", 4, 12)
     assert Counter(job.status for job in timeline.jobs.values()) == {"done": 11, "failed": 1}
     done = next(job for job in timeline.jobs.values() if job.met_deadline)
-    mine = [slice_ for slice_ in timeline.slices if slice_.job_id == done.job_id]
+    mine = [slice_ for slice_ in timeline.tasks if slice_.job_id == done.job_id]
     assert [slice_.stage for slice_ in mine][:2] == ["encode", "prepare"]
-    assert (mine[-1].stage, mine[-1].rank) == ("write", None)
+    assert mine[-1].stage == "decode"
+    assert [block.stage for block in timeline.writes if block.job_id == done.job_id] == ["write"]
 
 
 def test_run_that_ends_early_leaves_valid_json_with_unfinished_jobs(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_run_that_ends_early_leaves_valid_json_with_unfinished_jobs(tmp_path: Pa
 def test_trace_that_was_never_begun_is_valid(tmp_path: Path) -> None:
     TraceWriter(tmp_path / "t.json").close()
     assert json.loads((tmp_path / "t.json").read_text()) == []
-    assert not read_timeline(tmp_path / "t.json").slices
+    assert not read_timeline(tmp_path / "t.json").tasks
 
 
 def test_killed_run_leaves_a_trace_that_can_be_read(trace: Path, tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_killed_run_leaves_a_trace_that_can_be_read(trace: Path, tmp_path: Path)
     torn.write_text(trace.read_text()[: -len(trace.read_text()) // 3])
     timeline = read_timeline(torn)
     assert timeline.num_ranks == 4
-    assert 0 < len(timeline.slices) < len(read_timeline(trace).slices)
+    assert 0 < len(timeline.tasks) < len(read_timeline(trace).tasks)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_blocks_join_neighbouring_ranks_and_steps_of_a_job_are_merged(tmp_path: 
     path = tmp_path / "t.json"
     ActedRun([Part(job_info("a"), degree=4)], num_ranks=4, observers=[TraceWriter(path)]).play()
     timeline = read_timeline(path)
-    blocks = list(task_blocks(timeline))
+    blocks = list(joined(timeline.tasks))
     assert [block.lanes for block in blocks] == [(0, 0), (0, 0), *[(0, 3)] * 4, (0, 0)]
     assert [(s.stage, s.lanes) for s in merged(blocks)] == [
         ("encode", (0, 0)),
@@ -236,4 +237,4 @@ def test_blocks_join_neighbouring_ranks_and_steps_of_a_job_are_merged(tmp_path: 
         ("denoise", (0, 3)),
     ]
     assert len(tasks_of_jobs(blocks)["a"]) == 7
-    assert [block.lanes for block in write_blocks(timeline)] == [(4, 4)]
+    assert [block.lanes for block in timeline.writes] == [(0, 0)]

@@ -49,7 +49,7 @@ class Rank:
         self.computed: list[tuple[int, int]] = []
         """For each block, in order: its number and how many tokens the forward had."""
         transformer = self.adapter._pipeline.transformer
-        transformer.streams = is_streamed
+        transformer.gfgen_stream = is_streamed or None
         for idx, block in enumerate(transformer.transformer_blocks):
             block.register_forward_pre_hook(self._hook(idx), with_kwargs=True)
         dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
@@ -155,7 +155,7 @@ def test_jobs_join_and_leave_shared_steps_and_get_what_they_get_alone(ranks: Any
         assert all(isinstance(report, TaskReport) for report in reports), reports
         blocks = [idx for idx, _ in shared.computed]
         assert blocks == sorted(blocks), "one read of a block serves all forwards"
-        assert len({report.ended_s - report.started_s for report in reports}) <= len(reports)
+        assert len({report.times.ended_s - report.times.started_s for report in reports}) <= len(reports)
     for name, fields in JOBS.items():
         last = 1 + fields["steps"]
         found, wanted = shared.latents(name, last), alone.latents(name, last)
@@ -165,9 +165,9 @@ def test_jobs_join_and_leave_shared_steps_and_get_what_they_get_alone(ranks: Any
 
 def test_a_shared_step_is_a_first_use_only_if_one_of_its_steps_is(ranks: Any) -> None:
     rank = ranks()
-    assert [x.is_first_use for x in rank.run(red=2, blue=2)] == [True, True]
-    assert [x.is_first_use for x in rank.run(red=3, blue=3)] == [False, False]
-    assert [x.is_first_use for x in rank.run(red=4)] == [False]
+    assert [x.times.is_first_use for x in rank.run(red=2, blue=2)] == [True, True]
+    assert [x.times.is_first_use for x in rank.run(red=3, blue=3)] == [False, False]
+    assert [x.times.is_first_use for x in rank.run(red=4)] == [False]
 
 
 @pytest.mark.parametrize("failing", list(JOBS))

@@ -177,13 +177,13 @@ def test_a_job_runs_from_its_prompt_to_its_frames(rank: Rank) -> None:
 
 def test_the_first_task_of_a_kind_is_marked_unless_a_warm_up_had_its_kind(rank: Rank) -> None:
     reports = [rank.run_to_end(index + 1, index) for index in range(4)]
-    assert [report.is_first_use for report in reports] == [True, True, True, False], "the second step"
-    assert not rank.run_to_end(5, 0).is_first_use, "another attempt"
+    assert [report.times.is_first_use for report in reports] == [True, True, True, False], "the second step"
+    assert not rank.run_to_end(5, 0).times.is_first_use, "another attempt"
     rank.device.drop([])
-    assert rank.run_to_end(6, 0).is_first_use, "its model was loaded again"
+    assert rank.run_to_end(6, 0).times.is_first_use, "its model was loaded again"
     rank.device.drop([])
     rank.device.note_used({("fake", Stage.ENCODE, "", (1, 1, 1), 0, 1)})
-    assert not rank.run_to_end(7, 0).is_first_use
+    assert not rank.run_to_end(7, 0).times.is_first_use
 
 
 @pytest.mark.parametrize("number", [2, 1])
@@ -249,8 +249,8 @@ def test_waiting_for_input_is_no_part_of_a_tasks_duration(
     published_s = time.monotonic()
     rank.publish("latents", 2, latents, producer=2)
     report = rank.answer()
-    assert report.started_s >= published_s
-    assert report.waited_s >= published_s - looks_s[0]
+    assert report.times.started_s >= published_s
+    assert report.times.waited_s >= published_s - looks_s[0]
 
 
 def test_bringing_input_is_no_part_of_a_tasks_duration(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +271,9 @@ def test_bringing_input_is_no_part_of_a_tasks_duration(rank: Rank, monkeypatch: 
     monkeypatch.setattr(worker_jobs, "fetch", slowly)
     report = rank.run_to_end(3, 2)
     assert len(fetched_s) == 6  # latents, prompt, condition
-    assert report.started_s >= fetched_s[-1]
-    assert report.moved_s >= fetched_s[-1] - fetched_s[0]
-    assert report.waited_s <= report.started_s - report.moved_s
+    assert report.times.started_s >= fetched_s[-1]
+    assert report.times.moved_s >= fetched_s[-1] - fetched_s[0]
+    assert report.times.waited_s <= report.times.started_s - report.times.moved_s
 
 
 def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) -> list[float]:
@@ -301,8 +301,8 @@ def test_waiting_for_the_other_ranks_is_no_part_of_a_tasks_duration(
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     report = rank.run_to_end(3, 2, layout=Layout((0, 1), ulysses=2))
-    assert report.started_s >= entered_s[1]
-    assert report.waited_s >= entered_s[1] - entered_s[0]
+    assert report.times.started_s >= entered_s[1]
+    assert report.times.waited_s >= entered_s[1] - entered_s[0]
 
 
 def test_what_the_user_can_mend_is_told_without_our_places() -> None:

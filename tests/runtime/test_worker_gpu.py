@@ -112,7 +112,8 @@ def test_warm_up_that_fails_is_told_and_costs_nothing_else(gpu_pool, tmp_path):
 
 
 def test_a_rank_that_dies_while_it_is_warmed_up_comes_back_for_the_run(gpu_pool, tmp_path, caplog):
-    spec = JobSpec(id="deadly-warm-up", prompt="die rank=1 step=0 times=1", **PICTURE | {"seed": 5})
+    picture = PICTURE | {"seed": 5, "height": 96}  # of a size that was not warmed up before
+    spec = JobSpec(id="deadly-warm-up", prompt="die rank=1 step=0 times=1", **picture)
     incarnations = [worker.incarnation for worker in gpu_pool.workers]
     ((_, answer),) = warm_up(gpu_pool, warm_ups(admitted(spec), (1,))[:1])
     assert answer.reason is None

@@ -211,7 +211,7 @@ class FakeServer:
         jobs = self.stored if ended else [job for job in self.state.open if job.id not in self.cancelled]
         jobs = [job for job in jobs if job.favourite or not favourite]
         start = next((n for n, job in enumerate(jobs, start=1) if job.id == after), 0)
-        answer = schemas.JobList(**schemas.page(jobs[start : start + limit + 1], limit))
+        answer = schemas.JobList.of(jobs[start : start + limit + 1], limit)
         return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _change(self, job_id: str, request: Request) -> Response:

@@ -64,6 +64,11 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         running.stop()
 
 
+def pixels(answer: dict[str, Any]) -> tuple[tuple[int, int], bytes]:
+    picture = Image.open(io.BytesIO(base64.b64decode(answer["images"][0])))
+    return picture.size, picture.tobytes()
+
+
 def refusal(door: Server, path: str = "txt2img", **body: Any) -> dict[str, Any]:
     answer = door.post(f"/sdapi/v1/{path}", **{"prompt": "a fox", **body})
     assert answer.status_code in (400, 404, 422), answer.text
@@ -121,7 +126,7 @@ def test_sillytavern_can_read_every_list(door: Server) -> None:
         for name in ("samplers", "schedulers", "upscalers", "latent-upscale-modes", "sd-vae", "loras")
     }
     assert [each["name"] for each in lists["samplers"]] == list(SAMPLER_NAMES)
-    assert [each["name"] for each in lists["upscalers"]] == ["None"]
+    assert [each["name"] for each in lists["upscalers"]] == ["None", "Lanczos"]
     assert lists["latent-upscale-modes"] == lists["sd-vae"] == lists["loras"] == []
     progress = door.http.get("/sdapi/v1/progress").json()
     assert (progress["progress"], progress["state"]["job_count"]) == (0.0, 0)
@@ -139,8 +144,8 @@ def test_what_cannot_act_is_refused_or_warned_about(door: Server) -> None:
     assert refusal(door, scheduler="Kerras")["param"] == "scheduler"
     assert refusal(door, script_name="x/y/z plot")["param"] == "script_name"
     assert refusal(door, alwayson_scripts={"ADetailer": {"args": [True]}})["param"] == "alwayson_scripts"
-    second_pass = "a second pass is not supported; send its picture to /sdapi/v1/img2img"
-    assert refusal(door, enable_hr=True)["message"] == f"enable_hr: {second_pass}"
+    assert refusal(door, enable_hr=True, hr_upscaler="4x-UltraSharp")["param"] == "hr_upscaler"
+    assert refusal(door, "img2img", enable_hr=True, init_images=["x"])["param"] == "enable_hr"
     assert refusal(door, override_settings={"sd_model_checkpoint": "absent"})["code"] == "model_not_found"
     assert refusal(door, "img2img")["param"] == "init_images"
     assert refusal(door, cfg_scale=-1)["param"] == "cfg_scale"
@@ -169,6 +174,36 @@ def test_a_schedule_follows_its_sampler(door: Server) -> None:
     ):
         found = made(door, prompt="a fox", sampler_name=sampler, scheduler=schedule)
         assert as_class(expected) in json.loads(found["info"])["infotexts"][0]
+
+
+def test_a_second_pass_is_a_field_of_its_job() -> None:
+    def second_pass(**fields: Any) -> dict[str, Any]:
+        given = {"prompt": "a fox", "enable_hr": True, "width": 512, "height": 768, "steps": 20, **fields}
+        asked_for = checked(A1111Request, given)
+        asked_for.check()
+        return {name: value for name, value in asked_for.job.items() if name == "args" or "upscale" in name}
+
+    usual = {"upscale": 2.0, "upscale_strength": 0.75, "upscale_steps": 27}
+    assert second_pass() == second_pass(hr_scale=2, hr_resize_x=0, hr_upscaler="None") == usual
+    for part in range(1, 21):  # so many steps run
+        steps = second_pass(denoising_strength=part / 20)["upscale_steps"]
+        assert int(steps * part / 20 + 1e-9) == 20
+    assert second_pass(denoising_strength=0.5, hr_second_pass_steps=8)["upscale_steps"] == 16
+    assert second_pass(denoising_strength=1e-300)["upscale_steps"] == 1000
+    assert second_pass(hr_resize_x=768)["upscale"] == second_pass(hr_resize_y=1152)["upscale"] == 1.5
+    assert second_pass(hr_resize_x=768, hr_resize_y=1152)["upscale"] == 1.5
+    assert second_pass(enable_hr=False, denoising_strength=0.5) == {"args": {"strength": 0.5}}
+    for fields, reason in (
+        ({"hr_resize_x": 768, "hr_resize_y": 768}, "hr_resize_x: a size of the shape of width and height"),
+        ({"hr_resize_x": 768, "width": None, "height": None}, "hr_resize_x: a size of the shape"),
+        ({"denoising_strength": 0}, "denoising_strength: more than 0"),
+        ({"hr_upscaler": "R-ESRGAN"}, "hr_upscaler: 'R-ESRGAN' is unknown; there are None, Lanczos"),
+    ):
+        with pytest.raises(ApiError, match=reason):
+            second_pass(**fields)
+    latent = checked(A1111Request, {"prompt": "a fox", "enable_hr": True, "hr_upscaler": "Latent (nearest)"})
+    (warning,) = latent.check()
+    assert warning == "hr_upscaler: Latent (nearest) is not supported; the picture is enlarged by Lanczos"
 
 
 def test_patches_in_a_prompt_are_those_of_its_job() -> None:
@@ -252,6 +287,12 @@ def test_tiny_checkpoints_make_pictures_from_text_and_from_a_picture(tmp_path: P
         assert weak["images"] != strong["images"]
         assert Image.open(io.BytesIO(base64.b64decode(weak["images"][0]))).size == (64, 64)
         assert json.loads(weak["info"])["sd_model_name"] == "edit"
+        large = {"enable_hr": True, "hr_upscaler": "Lanczos", "hr_scale": 1.5, "denoising_strength": 0.5}
+        both = made(tiny, **SILLY_TAVERN | large)
+        assert both["warnings"] is None
+        side = {"width": 96, "height": 96, "steps": 6, "denoising_strength": 0.5}
+        by_hand = made(tiny, path="img2img", **start | side)
+        assert pixels(both) == pixels(by_hand)
     finally:
         tiny.stop()
 

@@ -186,7 +186,7 @@ def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(s
 def batch_of(store, folder, *names):
     """A batch of videos that are open, and whose files are there."""
     jobs = [accepted(name, batch_id="batch") for name in names]
-    jobs = [replace(job, facts=replace(job.facts, custom_id=f"line {job.facts.id}")) for job in jobs]
+    jobs = [(replace(facts, custom_id=f"line {facts.id}"), spec) for facts, spec in jobs]
     for name in names:
         (folder / f"{name}.mp4").write_bytes(b"made in time")
     return store.accept(jobs, batch_id="batch", now=100.0)
@@ -272,7 +272,8 @@ def test_request_keys_are_forgotten_after_a_day_whether_jobs_are_removed_or_not(
 
 def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp_path, caplog):
     """For want of memory, or of a descriptor; the thread that looks after it goes on."""
-    failures, bridge = [], SimpleNamespace(failed=lambda error: failures.append(error))
+    failures: list[Exception] = []
+    bridge = SimpleNamespace(received=failures.append)
 
     def none_left(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -293,7 +294,7 @@ def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reader, writer = os.pipe()
     settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
-    bridge = SimpleNamespace(joined=lambda _: None, left=lambda _: None)
+    bridge = SimpleNamespace(received=lambda _: None)
     own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, bridge)
     start = supervisor.subprocess.Popen
     monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *a, **kw: start(*a, **kw, stdout=writer))
@@ -417,7 +418,7 @@ def test_a_full_disk_keeps_nobody_from_cancelling(ready, store, told, tmp_path, 
 def test_a_batch_is_cancelled_on_a_full_disk_too(ready, store, full_disk):
     async def cancel():
         await store.accept([accepted("a", batch_id="batch")], batch_id="batch", now=100.0)
-        ready.mirror.add([ServedJob(accepted("a", batch_id="batch").facts)])
+        ready.mirror.add([ServedJob(accepted("a", batch_id="batch")[0])])
         await ready.cancel(["a"], batch_id="batch")
         assert not store.batch("batch").is_cancelled
         full_disk()

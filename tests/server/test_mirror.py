@@ -16,11 +16,11 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
-from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
+from gfgen.server.protocol.link import ProgressUpdate, RunInfo
 from gfgen.server.shown.mirror import RunMirror
 from gfgen.server.shown.prometheus import ServerMetrics
 from gfgen.server.shown.served_job import ServedJob
-from gfgen.server.store import Ending, JobFacts, Work
+from gfgen.server.store import Ending, JobFacts
 
 START = 1_000_000.0
 
@@ -239,7 +239,7 @@ def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(mirror):
     mirror.apply(ProgressUpdate((("a", 3, 10.0, 2.0, None),)))
     mirror.apply(Dispatch(7, record.task(2), Layout.single(0), 1.0, 1.0, 5.0))
     seen = mirror.state()
-    mirror.apply(PredictedEnds(((7, 25.0), (6, 99.0))))
+    mirror.apply(ProgressUpdate(ends=((7, 25.0), (6, 99.0))))
     mirror.forecast()
     (rank,) = change_between(seen, mirror.state()).ranks
     assert rank.task.predicted_end_at == START + 25.0
@@ -339,9 +339,9 @@ def test_a_job_has_the_size_of_its_file_once_that_is_known():
     record = ServedJob(replace(facts_of(job_info("a")), frames=9, fps=8))
     assert (record.job().size, record.job().frames, record.job().seconds) == ("96x64", 9, "1.125")
     shape = {"width": 128, "height": 256, "frames": 4, "fps": 8}
-    shown = {"peak_memory_mb": 512.5, "steps_reused": 2}
-    work = Work({"stages_s": {"denoise": 2.0}, "rank_s": 4.0}, shape, shown)
-    record.end(Ending("a", "completed", START + 5.0, work=work), expires_at=None)
+    entry = {"timings": {"stages_s": {"denoise": 2.0}, "rank_s": 4.0}, "shape": shape}
+    entry |= {"peak_memory_mb": 512.5, "steps_reused": 2}
+    record.end(Ending("a", "completed", START + 5.0, manifest=entry), expires_at=None)
     job = record.job()
     assert (job.size, job.frames, job.seconds) == ("128x256", 4, "0.5")
     assert (job.rank_s, job.peak_memory_mb, job.steps_reused) == (4.0, 512.5, 2)

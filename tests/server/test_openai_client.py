@@ -186,6 +186,10 @@ def test_pictures_come_in_a_conversation(client):
     message = answer.choices[0].message
     assert message.content[0]["image_url"]["url"].startswith("data:image/png;base64,")
     assert message.images == message.content
+    assert answer.warnings is None
+    turns = [*messages, {"role": "assistant", "content": "here"}, {"role": "user", "content": "a wolf"}]
+    answer = client.chat.completions.create(model="fake-image", messages=turns)
+    assert answer.warnings == ["messages: earlier messages and their pictures have no effect"]
 
 
 @calls(
@@ -559,6 +563,7 @@ NO_PICTURE = {"type": "input_file", "file_data": "data:application/pdf;base64,AA
         ({"tools": [TOOL | {"action": "edit"}]}, "input: has no picture to edit"),
         ({"tools": [TOOL | {"action": "paint"}]}, "tools: action is auto, edit or generate"),
         ({"tools": [TOOL | {"model": 5}]}, "tools: action is auto, edit or generate, and model the name"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tools: this server makes pictures, no texts"),
         ({"tools": [TOOL, TOOL]}, "tools: 2 of type image_generation; give one"),
         ({"extra_body": {"prompt": {"id": "pmpt_1"}}}, "input: responses are not kept, nor prompts"),
     ],
@@ -569,13 +574,14 @@ def test_a_response_drops_nothing_in_silence(client, change, message):
     assert error.value.body["message"].startswith(message)
 
 
-def test_unknown_fields_of_the_tool_are_named(client):
-    tool = TOOL | {"prompt": "a dog", "stream": True, "sharpness": 3}
-    answer = client.responses.create(model="fake-image", input="a fox", tools=[tool])
+def test_unknown_fields_of_the_tool_and_other_tools_are_named(client):
+    tool, others = TOOL | {"prompt": "a dog", "stream": True, "sharpness": 3}, {"type": "web_search"}
+    answer = client.responses.create(model="fake-image", input="a fox", tools=[others, tool])
     assert sorted(each.partition(",")[0] for each in answer.warnings) == [
         "sharpness: not a field",
         "tools.prompt: not a field",
         "tools.stream: not a field",
+        "tools.web_search: not a field",
     ]
     job_id = answer.output[0].id.removeprefix("ig_")
     assert client.get(f"/jobs/{job_id}", cast_to=httpx.Response).json()["prompt"] == "a fox"

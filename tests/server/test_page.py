@@ -320,6 +320,26 @@ def test_the_cost_is_told_while_one_types(browser, fake):
         expect(page.locator("#cost")).to_contain_text("\u2717 7 s late")
 
 
+def test_the_cost_is_that_of_jobs_of_the_same_size_or_lies_between_others(browser, fake):
+    sizes = {"64x64": 11.0, "128x128": 20.0, "512x512": 80.0}
+    past = [states.ended(f"{size}-{n}", size=size, rank_s=s) for size, s in sizes.items() for n in range(4)]
+    first = [states.ended("first", size="64x64", rank_s=95.0)]  # it waited for its model
+    fake.state = states.live(finished=past + first)
+    fake.files |= {
+        f"{each.id}{end}": (states.png(), "image/png") for each in past + first for end in ("", "?thumbnail")
+    }
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Model").select_option("tiny-qwen-image")
+        for size, time in (
+            ("64x64", "11 s"),
+            ("128x128", "20 s"),
+            ("256x256", "40 s"),
+            ("1024x1024", "5 min 20 s"),
+        ):
+            page.get_by_label("Size").fill(size)
+            expect(page.locator("#cost")).to_contain_text(f"About {time} of rank time")
+
+
 PUT_FILE = """([kind, content]) => {
   const bytes = Uint8Array.from(atob(content), (each) => each.charCodeAt(0));
   const files = new DataTransfer();

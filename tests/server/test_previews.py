@@ -138,7 +138,7 @@ class StreamingService:
         self._record = SimpleNamespace(facts=facts, step=0, updates=Notifier())
         self.mirror = SimpleNamespace(status="ready", records=SimpleNamespace(get=self._get))
         self.previews = SimpleNamespace(picture=self._picture)
-        self.stored = self._stored
+        self.job = self._ended
         self.limits = SimpleNamespace(left_s=0.0)
 
     def now(self) -> float:
@@ -157,9 +157,9 @@ class StreamingService:
     async def _picture(self, job_id: str, *, kind: str, is_small: bool) -> bytes:
         return b"%d" % self._record.step
 
-    def _stored(self, job_id: str) -> Any:
-        status = "failed" if self.fails else "cancelled"
-        return SimpleNamespace(ending=SimpleNamespace(status=status, error_message="bad", error_code="x"))
+    def _ended(self, job_id: str) -> Any:
+        ending = SimpleNamespace(error_message="bad", error_code="x")
+        return SimpleNamespace(status="failed" if self.fails else "cancelled", ending=ending)
 
 
 def streamed(partial_images: int) -> Streamed:

@@ -27,13 +27,12 @@ from gfgen.runtime.core.events import (
 from gfgen.runtime.core.observer import JobOutcome, with_view
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge import run_bridge as run_bridge
-from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
+from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, Joined, Left, RunBridge
 from gfgen.server.protocol.link import (
     CancelJobs,
     MessageSocket,
     OpenJobIds,
     OutcomesStored,
-    PredictedEnds,
     ProgressUpdate,
     RankStates,
     RunInfo,
@@ -57,7 +56,7 @@ class Front:
         self.link = MessageSocket(ours)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        bridge.joined(self.link)
+        bridge.received(Joined(self.link))
 
     def _read(self):
         other = MessageSocket(self.end)
@@ -183,7 +182,7 @@ def test_a_stop_while_it_waits_for_the_front_is_heeded(bridge, monkeypatch):
 
 
 def test_a_front_that_dies_too_often_ends_the_run_with_the_reason(bridge):
-    bridge.failed(RunError("it died five times"))
+    bridge.received(RunError("it died five times"))
     with pytest.raises(RunError, match="five times"):
         bridge.take_events(1.0)
 
@@ -217,7 +216,7 @@ def test_a_new_front_is_told_where_everything_stands(bridge):
     dispatch = recorder.dispatches[0]
     tell(bridge, dispatch, PolicyChanged(1.0, "edf", "x"))
     bridge.ended(recorder.outcomes[-1])
-    bridge.left(first.link)
+    bridge.received(Left(first.link))
     first.leave()
     second = Front(bridge)
     wanted = say(bridge, SubmitJobs((make_job("a"),)), OpenJobIds(("a",)))
@@ -244,19 +243,19 @@ def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(b
     view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
     for end_s in (dispatch.predicted_end_s, 70.0, 70.0, 80.0):
         bridge.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=end_s),)))
-    heard = first.hear(PredictedEnds, 3)
-    bridge.left(first.link)
+    heard = first.hear(ProgressUpdate, 4)
+    bridge.received(Left(first.link))
     second = Front(bridge)
     bridge.take_events(1.0)
     bridge.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=80.0),)))
     bridge.close()
     for front in (first, second):
         front.leave()
-    assert [note.ends for note in heard] == [
+    assert [note.ends for note in heard if note.ends] == [
         ((dispatch.number, end_s),) for end_s in (dispatch.predicted_end_s, 70.0, 80.0)
     ]
     assert second.of(Dispatch) == [dispatch]
-    assert [note.ends for note in second.of(PredictedEnds)] == [((dispatch.number, 80.0),)]
+    assert [note.ends for note in second.of(ProgressUpdate)] == [((dispatch.number, 80.0),)]
 
 
 def live_of_a_new_front(bridge):
@@ -317,7 +316,7 @@ def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(bridge,
     monkeypatch.setattr(run_bridge, "MAX_UNSENT", 1000)
     ours, theirs = socket.socketpair()
     link = MessageSocket(ours)
-    bridge.joined(link)
+    bridge.received(Joined(link))
     bridge.take_events(0.0)
     for number in range(200_000):
         bridge.applied(PolicyChanged(float(number), "edf", "x" * 500))

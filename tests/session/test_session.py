@@ -1,12 +1,9 @@
-"""The Python interface, as docs/python.md shows it."""
+"""A session: its folder, its admission and its ranks."""
 
 import contextlib
 import hashlib
 import json
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +24,6 @@ from gfgen.session import admission, memory, session
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
 
-DOC = Path(__file__).parents[2] / "docs" / "python.md"
-
 
 def options_in(folder: Path) -> SessionOptions:
     return SessionOptions(
@@ -36,22 +31,11 @@ def options_in(folder: Path) -> SessionOptions:
     )
 
 
-def test_the_example_of_the_documentation_makes_two_pictures(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
-    (tmp_path / "example.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 jobs are done\n"
-    assert len(list((tmp_path / "outputs" / "from-python").glob("*.png"))) == 2
-
-
 def test_admission_names_every_problem_and_line(tmp_path: Path) -> None:
     with Session(options_in(tmp_path / "out")) as session, pytest.raises(JobFileError) as error:
         session.admit([{"prompt": "a fox", "stpes": 4}, {"frames": 3}])
-    assert "line 1: stpes: not a field; did you mean steps?" in str(error.value)
-    assert "line 2: prompt" in str(error.value)
+    assert "entry 1: stpes: not a field; did you mean steps?" in str(error.value)
+    assert "entry 2: prompt" in str(error.value)
 
 
 def test_jobs_of_python_and_watched_files_may_ask_about_calls_and_those_of_requests_may_not(
@@ -193,3 +177,36 @@ def test_steps_are_read_at_the_rate_that_ranks_measured_and_later_runs_know_it(
     ranks.clear()
     with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
         assert read_s(found) == measured_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "models", "num_kept"),
+    [({}, (), 0), ({"priority": 1}, (), 2), ({}, ("qwen-image", "wan2.2-ti2v-5b"), 2)],
+    ids=["one turn each", "turns", "a server"],
+)
+def test_models_stay_in_main_memory_where_they_may_come_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    models: Sequence[str],
+    num_kept: int,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(Session, "warm_up", lambda self, jobs, are_all_needed: None)
+    told: list[Mapping[Path, int]] = []
+
+    def ready_pool(*_: Any, kept: Mapping[Path, int], **__: Any) -> Any:
+        told.append(kept)
+        return contextlib.nullcontext(mock.Mock(living=[], islands=[(0,)]))
+
+    monkeypatch.setattr(session, "ready_pool", ready_pool)
+    with Session(on_gpu(tmp_path / "out", gpu_gb=80)) as found:
+        lines = [
+            {"id": "a", "prompt": "a fox", "model": "qwen-image", "width": 832, "height": 480},
+            {"id": "b", "prompt": "a fox", "model": "wan2.2-ti2v-5b", "width": 832, "height": 480} | fields,
+        ]
+        found.load(found.admit(lines), models=models)
+        assert found.residency is not None
+        assert found.residency.is_needed
+        assert len(told[0]) == num_kept
+        assert found.residency.kept == told[0]

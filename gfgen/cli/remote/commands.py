@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import select
 import shutil
 import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +22,9 @@ from gfgen.errors import GfgenError, InputError
 from gfgen.runtime.files.lock import holder_of
 from gfgen.session.live import read_live
 from gfgen.system.wording import counted, first_of
+
+if TYPE_CHECKING:
+    import curses
 
 RUNS = Path("outputs")
 _ADDRESS = re.compile(r"[A-Za-z0-9.\-]+:[0-9]{1,5}")
@@ -139,8 +139,6 @@ def _print_json(document: Any) -> None:
 REDRAW_S = 0.5
 MAX_COLUMNS = 1_000
 """Of a line that no terminal shows."""
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def watch(target: Target, *, as_json: bool) -> None:
@@ -169,52 +167,42 @@ def _print_changes(target: Target, status: RunStatus) -> None:
 
 
 def _show(target: Target, status: RunStatus) -> None:
-    problem = ""
-    with _screen():
-        while True:
-            _draw(status, problem)
-            if _is_quit():
-                break
-            try:
-                status, problem = target.status(), ""
-            except GfgenError as error:  # a server that starts again is shown again
-                problem = str(error).splitlines()[0]
-    click.echo("\n".join(status.lines(now=time.time())[:2]))
-
-
-@contextlib.contextmanager
-def _screen() -> Iterator[None]:
-    before = termios.tcgetattr(sys.stdin)
+    most = 2
     try:
-        tty.setcbreak(sys.stdin)
-        sys.stdout.write(_ENTER)
-        yield
+        import curses  # which some builds of Python lack
+
+        status = curses.wrapper(_redraw, target, status)
     except KeyboardInterrupt:
         pass
-    finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+    except ImportError:
+        most = MAX_STATUS_ROWS
+    except curses.error:  # a terminal that its database lacks
+        most = MAX_STATUS_ROWS
+    click.echo("\n".join(status.lines(now=time.time())[:most]))
 
 
-def _draw(status: RunStatus, problem: str) -> None:
-    columns, rows = shutil.get_terminal_size()
-    lines = status.lines(now=time.time(), columns=columns, rows=max(3, rows - 1))
-    foot = problem or "q ends this view; the run goes on"
-    lines = [*lines[: rows - 1], *[""] * (rows - 1 - len(lines)), foot[: columns - 1]]
-    text = f"{_CLEAR_LINE}\n".join(printable(line, sys.stdout) for line in lines)
-    sys.stdout.write(f"{_HOME}{text}{_CLEAR_LINE}{_CLEAR_BELOW}")
-    sys.stdout.flush()
+def _redraw(screen: curses.window, target: Target, status: RunStatus) -> RunStatus:
+    """Draw until q; the last status."""
+    import curses
 
-
-def _is_quit() -> bool:
-    end_s = time.monotonic() + REDRAW_S
-    while (left_s := end_s - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left_s)[0]:
-            key = sys.stdin.read(1)
-            if key in ("q", "Q", ""):
-                return True
-    return False
+    screen.timeout(round(1e3 * REDRAW_S))
+    with contextlib.suppress(curses.error):  # a terminal without
+        curses.use_default_colors()
+        curses.curs_set(0)
+    problem = ""
+    while True:
+        rows, columns = screen.getmaxyx()
+        lines = status.lines(now=time.time(), columns=columns, rows=max(3, rows - 1))[: rows - 1]
+        lines += [""] * (rows - 1 - len(lines)) + [problem or "q ends this view; the run goes on"]
+        screen.erase()
+        for row, line in enumerate(lines):
+            screen.insstr(row, 0, printable(line, sys.stdout)[:columns])
+        if screen.getch() in (ord("q"), ord("Q")):
+            return status
+        try:
+            status, problem = target.status(), ""
+        except GfgenError as error:  # a server that starts again is shown again
+            problem = str(error).splitlines()[0]
 
 
 def find_target(text: str | None, *, key: str | None) -> Target:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.core.effects import tell_of_warnings, warnings_of_texts
-from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S
+from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, read_taken
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.lock import Holder, holder_of
 from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, ended_at, read_manifest
@@ -292,7 +292,7 @@ class RunFolder:
         report = path.with_name(path.name + REPORT_SUFFIX)
         key, deadline_s = hashlib.sha256(content).hexdigest(), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
-            if _is_taken(self._folder / WATCHED_NAME, path.name, key):
+            if (path.name, key) in read_taken(self._folder / WATCHED_NAME):
                 text = f"{self._name} took {counted(num_jobs, 'job')} as {path}"
                 return Submitted(num_jobs, text, _report_of(report)[1:])
             if _report_of(report)[:1] and "no job was started" in _report_of(report)[0]:
@@ -346,15 +346,6 @@ def _placed(inbox: Path, stem: str, content: bytes) -> Path:
             raise RunError(f"{inbox}: cannot write there ({error.strerror})") from None
         return path
     raise AssertionError
-
-
-def _is_taken(watched: Path, name: str, sha256: str) -> bool:
-    try:
-        lines = watched.read_bytes().splitlines()
-    except OSError:
-        return False
-    mark = json.dumps(name).encode()
-    return any(mark in line and sha256.encode() in line for line in reversed(lines))
 
 
 def _report_of(path: Path) -> list[str]:

@@ -9,12 +9,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
 
 from gfgen.cli.remote.folder import Cancelled, RunStatus, Submitted, selected_jobs
 from gfgen.errors import GfgenError, InputError, RunError
@@ -45,25 +45,20 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 class Server:
     def __init__(self, url: str, *, key: str | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InputError(f"{url}: a URL such as http://localhost:3000 is accepted")
         self._url = url.rstrip("/")
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         host = parts.hostname or ""
         is_direct = is_loopback(host) or proxy_bypass(host)
         proxy = None if is_direct else getproxies().get(parts.scheme)
         shown = proxy and (urlsplit(proxy).netloc.rpartition("@")[2] or proxy)
         self._by_proxy = f"; the proxy {shown} was asked (no_proxy names hosts without)" if proxy else ""
         """How requests went, at the end of an error."""
-        self._opener = build_opener(_NoRedirects(), *([ProxyHandler({})] if is_direct else []))
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._asks_proxies = not is_direct
 
     def status(self) -> RunStatus:
         state = self._call("GET", "/v1/state")
@@ -104,14 +99,13 @@ class Server:
         return Cancelled(cancelled, len(cancelled), unmatched)
 
     def _open_jobs(self) -> Iterator[Mapping[str, Any]]:
-        after: dict[str, str] = {}
+        query: dict[str, Any] = {"ended": "false", "limit": PAGE, "order": "asc"}
         while True:
-            query = urlencode({"ended": "false", "limit": PAGE, "order": "asc", **after})
-            page = self._call("GET", f"/v1/jobs?{query}")
+            page = self._call("GET", "/v1/jobs", params=query)
             yield from page["data"]
             if not page["has_more"]:
                 return
-            after = {"after": page["last_id"]}
+            query["after"] = page["last_id"]
 
     def submit(self, source: JobSource) -> Submitted:
         specs = selected_jobs(source).specs
@@ -123,11 +117,12 @@ class Server:
         answers = []
         if plain:
             content = "".join(json.dumps(line) + "\n" for line in plain).encode()
-            kind = "application/jsonl"
-            answers.append(self._call("POST", "/v1/batches", content, kind=kind, timeout_s=SUBMIT_S))
+            kind = {"Content-Type": "application/jsonl"}
+            batch = self._call("POST", "/v1/batches", content=content, headers=kind, timeout=SUBMIT_S)
+            answers.append(batch)
         for number, request in enumerate(single):
             try:
-                answers.append(self._call("POST", "/v1/jobs", json.dumps(request).encode()))
+                answers.append(self._call("POST", "/v1/jobs", json=request))
             except GfgenError as error:
                 num_accepted = len(plain) + number
                 if not num_accepted:
@@ -137,37 +132,28 @@ class Server:
         ids = ", ".join(answer["id"] for answer in answers[:3]) + (", ..." if len(answers) > 3 else "")
         return Submitted(len(specs), f"{self._url} accepted {counted(len(specs), 'job')}: {ids}", (), answers)
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None = None,
-        *,
-        kind: str = "application/json",
-        timeout_s: float = TIMEOUT_S,
-    ) -> dict[str, Any]:
-        headers = self._headers | ({} if content is None else {"Content-Type": kind})
-        request = Request(self._url + path, data=content, headers=headers, method=method)
+    def _call(self, method: str, path: str, **asked: Any) -> dict[str, Any]:
+        asked = {"timeout": TIMEOUT_S, **asked, "headers": self._headers | asked.get("headers", {})}
         try:
-            with self._opener.open(request, timeout=timeout_s) as answer:
-                found = json.loads(answer.read())
-        except HTTPError as error:
-            with error:
-                raise self._refusal(error.code, error.read()) from None
-        except (URLError, HTTPException, OSError) as error:
-            reason = getattr(error, "reason", None) or error
-            reason = getattr(reason, "strerror", None) or reason
+            answer = httpx.request(method, self._url + path, trust_env=self._asks_proxies, **asked)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = getattr(error.__cause__, "strerror", None) or str(error) or type(error).__name__
             text = f"{self._url}: no answer ({reason}); is 'gfgen serve' running there?"
             raise InputError(text + self._by_proxy) from None
+        if not answer.is_success:
+            raise self._refusal(answer)
+        try:
+            found = answer.json()
         except ValueError:
             found = None
         if not isinstance(found, dict):
             raise self._is_no_server()
         return found
 
-    def _refusal(self, status: int, content: bytes) -> GfgenError:
+    def _refusal(self, answer: httpx.Response) -> GfgenError:
+        status = answer.status_code
         try:
-            message = str(json.loads(content)["error"]["message"])
+            message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
             return self._is_no_server(f", which answers with status {status}")
         if status == 401:

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gfgen.cli.shown.picture import GREY, check_suffix, hatching, job_colour, luminance, save_figure, shaded
 from gfgen.cli.shown.timeline import (
     WRITE,
-    PlotBlock,
+    Block,
     Timeline,
     TracedJob,
+    joined,
     lanes_of,
     merged,
     read_timeline,
-    task_blocks,
     tasks_of_jobs,
-    write_blocks,
 )
 from gfgen.errors import InputError
 from gfgen.system.wording import counted, in_words
@@ -57,20 +56,22 @@ WIDTH, TOP, BETWEEN, BOTTOM = 16.0, 0.85, 0.2, 0.55
 AXES_LEFT, AXES_WIDTH = 0.2, 0.67
 MAX_BLOCKS = 6000
 LONG_PAUSE_INCHES = 0.25
+DASHES = (0, (3, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class PlotData:
     timeline: Timeline
-    tasks: tuple[PlotBlock, ...]
-    writes: tuple[PlotBlock, ...]
+    tasks: tuple[Block, ...]
+    writes: tuple[Block, ...]
+    """On lanes below those of ranks."""
     jobs: tuple[TracedJob, ...]
     colours: dict[str, str]
     span: tuple[float, float]
 
     @property
     def num_lanes(self) -> int:
-        return max([self.timeline.num_ranks, *(block.last_lane + 1 for block in self.writes)])
+        return max([self.timeline.num_ranks, *(block.lanes[1] + 1 for block in self.writes)])
 
     @property
     def row_inches(self) -> float:
@@ -87,7 +88,7 @@ def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = No
     """Raises InputError when the trace cannot be read or has no task; otherwise as `save_figure`."""
     check_suffix(output_path)
     timeline = read_timeline(trace_path)
-    if not any(slice_.rank is not None for slice_ in timeline.slices):
+    if not timeline.tasks:
         raise InputError(f"{trace_path}: no task has ended in this trace; nothing to draw")
     save_figure(lambda: draw(timeline, title=title), output_path)
 
@@ -96,10 +97,11 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     from matplotlib.figure import Figure
 
     jobs = sorted(timeline.jobs.values(), key=lambda job: (job.arrival_s, job.job_id))
+    below = timeline.num_ranks
     scene = PlotData(
         timeline=timeline,
-        tasks=tuple(task_blocks(timeline)),
-        writes=tuple(write_blocks(timeline)),
+        tasks=tuple(joined(timeline.tasks)),
+        writes=tuple(replace(x, lanes=(below + x.lanes[0], below + x.lanes[1])) for x in timeline.writes),
         jobs=tuple(jobs),
         colours={job.job_id: job_colour(idx) for idx, job in enumerate(jobs)},
         span=_span(timeline),
@@ -126,8 +128,7 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     for block in (*(merged(scene.tasks) if is_crowded else scene.tasks), *scene.writes):
         _draw_block(axes, block, scene)
     for job_id, tasks in tasks_of_jobs(scene.tasks).items():
-        _draw_bridges(axes, tasks, colour=scene.colours[job_id])
-        _draw_moves(axes, tasks, scene, colour=scene.colours[job_id])
+        _draw_layouts(axes, tasks, scene, colour=shaded(scene.colours[job_id], 0.75))
     for block in merged((*scene.tasks, *scene.writes)):
         _draw_label(axes, block, scene)
     for lane in range(scene.num_lanes):
@@ -141,14 +142,14 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     _bare(axes)
 
 
-def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
+def _draw_block(axes: Axes, block: Block, scene: PlotData) -> None:
     from matplotlib.patches import Rectangle
 
     lightness, hatch = STAGES.get(block.stage, (1.0, ""))
     colour = scene.colours[block.job_id]
     thickness = LANE_HEIGHT * (0.5 if block.stage == WRITE else 1)
-    corner = (block.start_s, block.first_lane - thickness / 2)
-    size = (block.duration_s, block.last_lane - block.first_lane + thickness)
+    first, last = block.lanes
+    corner, size = (block.start_s, first - thickness / 2), (block.duration_s, last - first + thickness)
     width_inches = scene.inches(block.duration_s)
     axes.add_artist(
         Rectangle(
@@ -164,39 +165,26 @@ def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
         axes.add_artist(Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=0.5))
 
 
-def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], *, colour: str) -> None:
-    """Connect the blocks of a task on distant ranks, at the start of each such layout."""
-    lanes, end_s = None, 0.0
+def _draw_layouts(axes: Axes, tasks: Sequence[Sequence[Block]], scene: PlotData, *, colour: str) -> None:
+    """Connect the blocks of a task on distant ranks where such a layout begins, and tasks on other ranks."""
+    before: Sequence[Block] = ()
     for parts in tasks:
-        goes_on = lanes_of(parts) == lanes and parts[0].start_s - end_s < 0.2 * parts[0].duration_s
-        lanes, end_s = lanes_of(parts), parts[0].end_s
-        if goes_on:
-            continue
-        for upper, lower in itertools.pairwise(sorted(parts, key=lambda part: part.first_lane)):
-            ends = [upper.last_lane, lower.first_lane]
-            axes.plot([upper.start_s] * 2, ends, color=shaded(colour, 0.75), linewidth=1.5, zorder=3)
+        is_moved = bool(before) and lanes_of(parts) != lanes_of(before)
+        pause_s = min(part.start_s for part in parts) - max((part.end_s for part in before), default=-1e9)
+        if is_moved or pause_s > 0.2 * parts[0].duration_s:
+            for upper, lower in itertools.pairwise(parts):
+                ends = [upper.lanes[1], lower.lanes[0]]
+                axes.plot([upper.start_s] * 2, ends, color=colour, linewidth=1.5, zorder=3)
+        is_long = scene.inches(pause_s) > LONG_PAUSE_INCHES
+        if is_moved and not (is_long and len(scene.jobs) > MAX_ROWS_WITH_PROMPT):
+            start_s = max(part.end_s for part in before)
+            places = [before[0].middle, parts[0].middle]
+            style: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.45} if is_long else {"linewidth": 1.1}
+            axes.plot([start_s, start_s + pause_s], places, color=colour, linestyle=DASHES, zorder=3, **style)
+        before = parts
 
 
-def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotData, *, colour: str) -> None:
-    for before, after in itertools.pairwise(tasks):
-        if lanes_of(before) == lanes_of(after):
-            continue
-        start_s, end_s = max(part.end_s for part in before), min(part.start_s for part in after)
-        is_long = scene.inches(end_s - start_s) > LONG_PAUSE_INCHES
-        if is_long and len(scene.jobs) > MAX_ROWS_WITH_PROMPT:
-            continue
-        axes.plot(
-            [start_s, end_s],
-            [before[0].middle, after[0].middle],
-            color=shaded(colour, 0.75),
-            alpha=0.45 if is_long else 1.0,
-            linewidth=0.7 if is_long else 1.1,
-            linestyle=(0, (3, 2)),
-            zorder=3,
-        )
-
-
-def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
+def _draw_label(axes: Axes, block: Block, scene: PlotData) -> None:
     size = 6 if block.stage == WRITE else 7.5
     fits = int(scene.inches(block.duration_s) / (size * CHAR_INCHES))
     if fits < min(4, len(block.job_id)):
@@ -227,7 +215,7 @@ def _draw_rows(axes: Axes, scene: PlotData) -> None:
             continue
         label = _cut_inside(job.job_id, 30)
         if len(scene.jobs) <= MAX_ROWS_WITH_PROMPT and job.prompt:
-            label += f"  {_shortened(job.prompt, 46 - min(len(label), 30))}"
+            label += f"  {_shortened(job.prompt, 46 - len(label))}"
         verdict, colour = _verdict(job)
         _beside(axes, row, label, on="left", size=size)
         _beside(axes, row, verdict, on="right", size=size, colour=colour)
@@ -306,7 +294,7 @@ def _legend(scene: PlotData) -> Iterator[Artist]:
     yield Patch(facecolor=IDLE, label="idle")
     tasks = tasks_of_jobs(scene.tasks).values()
     if any(lanes_of(one) != lanes_of(two) for of_job in tasks for one, two in itertools.pairwise(of_job)):
-        yield Line2D([], [], color=GREY, linewidth=1.1, linestyle=(0, (3, 2)), label="moves to other ranks")
+        yield Line2D([], [], color=GREY, linewidth=1.1, linestyle=DASHES, label="moves to other ranks")
     marker: dict[str, Any] = {"color": "black", "marker": "v", "linestyle": ""}
     if any(job.deadline_s is not None for job in scene.jobs):
         yield Line2D([], [], markerfacecolor="white", label="deadline", **marker)
@@ -335,13 +323,14 @@ def _title(timeline: Timeline, span: tuple[float, float]) -> str:
 
 def _span(timeline: Timeline) -> tuple[float, float]:
     jobs = timeline.jobs.values()
-    starts = [slice_.start_s for slice_ in timeline.slices] + [job.arrival_s for job in jobs]
-    ends = [slice_.end_s for slice_ in timeline.slices] + [job.ended_s or 0.0 for job in jobs]
+    blocks = (*timeline.tasks, *timeline.writes)
+    starts = [block.start_s for block in blocks] + [job.arrival_s for job in jobs]
+    ends = [block.end_s for block in blocks] + [job.ended_s or 0.0 for job in jobs]
     return min(starts), max(*ends, min(starts) + 1e-6)
 
 
 def _busy_s(timeline: Timeline, rank: int) -> float:
-    return sum(slice_.duration_s for slice_ in timeline.slices if slice_.rank == rank)
+    return sum(task.duration_s for task in timeline.tasks if task.lanes[0] == rank)
 
 
 def _bare(axes: Axes) -> None:

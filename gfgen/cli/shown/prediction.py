@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,40 +33,33 @@ from gfgen.system.wording import MAX_NAMED, counted, size_in_words
 DEFAULT_RANKS = 4
 
 
-class RankCounts(click.ParamType[tuple[int, ...]]):
-    """Numbers of ranks, or of others, such as 4, 1,2,4 or 1..8."""
+def counts_of(name: str, most: int) -> Callable[[object], tuple[int, ...]]:
+    """A type of options: numbers of ranks or of nodes, such as 4, 1,2,4 or 1..8."""
 
-    def __init__(self, name: str = "ranks", *, most: int = MAX_RANKS) -> None:
-        self.name, self._most = name, most
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        counts: list[int] = []
-        try:
-            for part in str(value).split(","):
+    def counts(value: object) -> tuple[int, ...]:
+        text, found = str(value), set[int]()
+        with contextlib.suppress(ValueError):
+            for part in text.split(","):
                 first, dots, last = part.partition("..")
-                counts += range(int(first), int(last or first if dots else first) + 1)
-        except ValueError:
-            counts = []
-        if not counts or min(counts) < 1 or max(counts) > self._most:
-            most = self._most
-            self.fail(f"{value!r}: give 1 to {most} {self.name}, such as 4, 1,2,4 or 1..{most}", param, ctx)
-        return tuple(sorted(set(counts)))
+                found |= {*range(int(first), int(last or first if dots else first) + 1)} or {0}
+            if 1 <= min(found) <= max(found) <= most:
+                return tuple(sorted(found))
+        raise click.BadParameter(f"{text!r}: give 1 to {most} {name}, such as 4, 1,2,4 or 1..{most}")
+
+    return counts
 
 
-class NodesType(click.ParamType[Nodes]):
+rank_counts = counts_of("ranks", MAX_RANKS)
+
+
+def nodes_of(text: object) -> Nodes:
     """Machines, such as 4x8 or 4xh200x8."""
-
-    name = "nodes"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Nodes:
-        found = re.fullmatch(r"(\d+)x(?:(.+)x)?(\d+)", str(value))
-        number, num_ranks = (int(found[1]), int(found[3])) if found else (0, 0)
-        if found is None or not (1 <= number <= MAX_NODES and 1 <= num_ranks <= MAX_RANKS):
-            most = f"up to {MAX_NODES} nodes with up to {MAX_RANKS} ranks"
-            self.fail(f"{value!r}: give {most}, such as 4x8 or 4xh200x8", param, ctx)
-        return Nodes(number, num_ranks, found[2] and found[2].lower())
+    found = re.fullmatch(r"(\d+)x(?:(.+)x)?(\d+)", str(text))
+    number, num_ranks = (int(found[1]), int(found[3])) if found else (0, 0)
+    if found is None or not (1 <= number <= MAX_NODES and 1 <= num_ranks <= MAX_RANKS):
+        most = f"up to {MAX_NODES} nodes with up to {MAX_RANKS} ranks"
+        raise click.BadParameter(f"{text!r}: give {most}, such as 4x8 or 4xh200x8")
+    return Nodes(number, num_ranks, found[2] and found[2].lower())
 
 
 def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Nodes) -> Profile:
@@ -177,11 +171,19 @@ class SimulatedMemory:
     reads_s: Mapping[str, float] = field(default_factory=dict)  # as in `RunStart`
     streamed: Mapping[str, int] = field(default_factory=dict)
     """Bytes in main memory of models that do not fit as a whole."""
+    precision: Precision = Precision()
 
     @classmethod
-    def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
+    def of(
+        cls,
+        jobs: Sequence[AdmittedJob],
+        memory: str | None,
+        *,
+        source: str,
+        precision: Precision = Precision(),
+    ) -> SimulatedMemory:
         room_bytes = None if memory is None else parse_memory(memory)
-        gpus = _memory(1, room_bytes, jobs)
+        gpus = _memory(1, room_bytes, jobs, precision)
         weights = gpus.weights({job.checkpoint for job in jobs})
         if room_bytes is not None:
             _, too_large = gpus.on_gpus(jobs, weights)
@@ -190,12 +192,12 @@ class SimulatedMemory:
         reads_s = gpus.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
         sizes = {model_name(path): gpus.placement(path).streamed_bytes for path in sorted(weights)}
         streamed = {name: size for name, size in sizes.items() if size}
-        return cls(jobs, weights, room_bytes, reads_s, streamed)
+        return cls(jobs, weights, room_bytes, reads_s, streamed, precision)
 
     def residency(self, num_ranks: int) -> Residency | None:
         if self.room_bytes is None:
             return None
-        return _memory(num_ranks, self.room_bytes, self.jobs).residency(self.jobs)
+        return _memory(num_ranks, self.room_bytes, self.jobs, self.precision).residency(self.jobs)
 
     def in_words(self, num_ranks: int, profile: Profile) -> str | None:
         """What is assumed; None with one model that fits, or if all models are known to fit."""
@@ -221,10 +223,12 @@ class SimulatedMemory:
         )
 
 
-def _memory(num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob]) -> GpuMemory:
+def _memory(
+    num_ranks: int, room_bytes: int | None, jobs: Sequence[AdmittedJob], precision: Precision
+) -> GpuMemory:
     devices, known = Devices(CUDA, num_ranks, memory_limit=room_bytes), find_profile(gpu_name())
     profile = NO_PROFILE if known is None else known[1]
-    found = GpuMemory(devices=devices, has_random_weights=True, profile=profile)
+    found = GpuMemory(devices=devices, has_random_weights=True, profile=profile, precision=precision)
     found.note(jobs)
     return found
 

@@ -31,24 +31,19 @@ CHEAP_FORECAST_JOBS = 64
 SUMMARY_S = 30.0
 
 
-def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Bars on a terminal, otherwise log records; only failures if `quiet`."""
+def progress_of(
+    *, quiet: bool, log_json: bool = False, has_file: bool = True, stream: TextIO | None = None
+) -> list[Observer]:
+    """Bars on a terminal, with log records for the log file alone; otherwise log records; if `quiet`, only
+    failures, and the other records for the log file."""
     stream = stream or sys.stderr
-    if quiet:
-        return NoProgress()
-    if log_json or not has_cursor(stream):
-        return LineProgress()
-    return BarProgress(stream)
+    if not quiet and (log_json or not has_cursor(stream)):
+        return [LineProgress()]
+    shown: Observer = FailureProgress() if quiet else BarProgress(stream)
+    return [shown, *([LineProgress(only_to_file=True, with_failures=not quiet)] if has_file else [])]
 
 
-def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Lines for the log file, unless `make_progress` already logs them."""
-    if log_json or not (quiet or has_cursor(stream or sys.stderr)):
-        return Observer()
-    return LineProgress(only_to_file=True, with_failures=not quiet)
-
-
-class NoProgress(Observer):
+class FailureProgress(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "failed":
             logger.error("%s", outcome_line(outcome))

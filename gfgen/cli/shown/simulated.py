@@ -8,8 +8,9 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.runtime.core.metrics import ALL_TAGS, Attainment, Latency, Summary
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import uncertain
-from gfgen.runtime.simulate.planner import FailedJob, LateJob, Plan, PlanOption
+from gfgen.runtime.simulate.planner import LateJob, Plan, PlanOption
 from gfgen.system.wording import in_words
 
 NONE = "-"
@@ -144,7 +145,7 @@ def _failed_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _named(jobs: Sequence[LateJob | FailedJob]) -> str:
+def _named(jobs: Sequence[LateJob | JobOutcome]) -> str:
     return ", ".join(job.job_id for job in jobs[:MAX_NAMED]) + (", ..." if len(jobs) > MAX_NAMED else "")
 
 
@@ -221,5 +222,5 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
     "latency, P95": lambda summary: _latency("p95_s", summary.latency),
     "latency, P99": lambda summary: _latency("p99_s", summary.latency),
     "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
-    "moving state": lambda summary: f"{in_words(sum(summary.moved_s))} {summary.moved_share:.1%}",
+    "moving state": lambda summary: f"{in_words(summary.moved_s)} {summary.moved_share:.1%}",
 }

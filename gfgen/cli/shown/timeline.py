@@ -1,4 +1,4 @@
-"""A trace file: its slices, jobs and run, and the slices as bars on lanes."""
+"""A trace file: its tasks and writes as blocks on lanes, its jobs and its run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """One task on one rank, or one file's write (stage "write", a writer and no rank)."""
+class Block:
+    """A task on one rank or on neighbouring ones; or the write of a file by a writer."""
 
     job_id: str
     stage: str
-    rank: int | None
-    writer: int | None
+    lanes: tuple[int, int]
+    """The first and the last of its ranks, or its writer."""
     start_s: float
     end_s: float
-    dispatch: int | None
-    ranks: tuple[int, ...]
+    dispatch: int | None = None
+
+    @property
+    def middle(self) -> float:
+        return sum(self.lanes) / 2
 
     @property
     def duration_s(self) -> float:
@@ -48,9 +51,10 @@ class TracedJob:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Slices are in order of their start, jobs in order of their arrival."""
+    """Blocks are in order of their start, one for each rank of a task; jobs in order of their arrival."""
 
-    slices: tuple[Slice, ...]
+    tasks: tuple[Block, ...]
+    writes: tuple[Block, ...]
     jobs: dict[str, TracedJob] = field(default_factory=dict)
     policy: str = ""
     num_ranks: int = 0
@@ -59,14 +63,14 @@ class Timeline:
 
 def read_timeline(path: Path) -> Timeline:
     """Read a trace, complete or not. Raises InputError when there is no trace."""
-    slices: list[Slice] = []
+    blocks: list[Block] = []
     jobs: dict[str, TracedJob] = {}
     policy, num_ranks, is_simulated = "", 0, False
     try:
         for entry in _entries(path):
             phase = entry.get("ph")
             if phase == "X" and "stage" in entry["args"]:
-                slices.append(_slice(entry))
+                blocks.append(_block(entry))
             elif phase in ("b", "e") and entry.get("cat") == "job":
                 job_id = entry["args"]["job"]
                 jobs[job_id] = _job(jobs.get(job_id, TracedJob(job_id)), entry)
@@ -75,11 +79,13 @@ def read_timeline(path: Path) -> Timeline:
                 is_simulated = entry["args"].get("simulated", False)
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a trace that gfgen run --trace wrote ({error!r})") from error
-    slices.sort(key=lambda slice_: (slice_.start_s, -1 if slice_.rank is None else slice_.rank))
-    num_ranks = max([num_ranks, *(slice_.rank + 1 for slice_ in slices if slice_.rank is not None)])
-    for slice_ in slices:
-        jobs.setdefault(slice_.job_id, TracedJob(slice_.job_id, arrival_s=slice_.start_s))
-    return Timeline(tuple(slices), jobs, policy, num_ranks, is_simulated)
+    blocks.sort(key=lambda block: (block.start_s, block.lanes))
+    for block in blocks:
+        jobs.setdefault(block.job_id, TracedJob(block.job_id, arrival_s=block.start_s))
+    tasks = tuple(block for block in blocks if block.stage != WRITE)
+    writes = tuple(block for block in blocks if block.stage == WRITE)
+    num_ranks = max([num_ranks, *(block.lanes[1] + 1 for block in tasks)])
+    return Timeline(tasks, writes, jobs, policy, num_ranks, is_simulated)
 
 
 def _entries(path: Path) -> Iterable[TraceEvent]:
@@ -91,7 +97,7 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
     try:
         loaded = json.loads(text)
     except ValueError:
-        loaded = _complete_lines(text)
+        loaded = list(_complete_lines(text))
     if isinstance(loaded, dict):
         loaded = loaded.get("traceEvents")
     found = loaded if isinstance(loaded, list) else []
@@ -101,32 +107,19 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
     return entries
 
 
-def _complete_lines(text: str) -> list[TraceEvent]:
-    entries = []
+def _complete_lines(text: str) -> Iterator[Any]:
     for line in text.splitlines():
         try:
-            entry = json.loads(line.rstrip(","))
+            yield json.loads(line.rstrip(","))
         except ValueError:
             continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
 
 
-def _slice(entry: TraceEvent) -> Slice:
-    args = entry["args"]
-    is_write = args["stage"] == WRITE
-    start_us = entry["ts"]
-    return Slice(
-        job_id=args["job"],
-        stage=args["stage"],
-        rank=None if is_write else entry["tid"],
-        writer=entry["tid"] % MAX_WRITERS if is_write else None,
-        start_s=start_us / 1e6,
-        end_s=(start_us + entry["dur"]) / 1e6,
-        dispatch=args.get("dispatch"),
-        ranks=tuple(args.get("ranks", ())),
-    )
+def _block(entry: TraceEvent) -> Block:
+    args, start_us = entry["args"], entry["ts"]
+    lane = entry["tid"] % MAX_WRITERS if args["stage"] == WRITE else entry["tid"]
+    end_us = start_us + entry["dur"]
+    return Block(args["job"], args["stage"], (lane, lane), start_us / 1e6, end_us / 1e6, args.get("dispatch"))
 
 
 def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
@@ -142,89 +135,45 @@ def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlotBlock:
-    """One rectangle: a task on neighbouring lanes, or a write."""
-
-    job_id: str
-    stage: str
-    first_lane: int
-    last_lane: int
-    start_s: float
-    end_s: float
-    dispatch: int | None
-
-    @property
-    def lanes(self) -> tuple[int, int]:
-        return self.first_lane, self.last_lane
-
-    @property
-    def middle(self) -> float:
-        return (self.first_lane + self.last_lane) / 2
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
+def joined(tasks: Iterable[Block]) -> Iterator[Block]:
+    """One block per dispatch and group of neighbouring ranks."""
+    by_dispatch: dict[tuple[int | None, str], list[Block]] = defaultdict(list)
+    for task in tasks:
+        by_dispatch[task.dispatch, task.job_id].append(task)
+    for parts in by_dispatch.values():
+        ranked = enumerate(sorted(parts, key=lambda part: part.lanes))
+        for _, group in itertools.groupby(ranked, key=lambda pair: pair[1].lanes[0] - pair[0]):
+            near = [part for _, part in group]
+            start_s, end_s = min(part.start_s for part in near), max(part.end_s for part in near)
+            lanes = near[0].lanes[0], near[-1].lanes[1]
+            yield replace(near[0], lanes=lanes, start_s=start_s, end_s=end_s)
 
 
-def task_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
-    """One rectangle per dispatch and group of neighbouring ranks; lanes are ranks."""
-    by_dispatch: dict[tuple[int | None, str], list[tuple[int, Slice]]] = defaultdict(list)
-    for slice_ in timeline.slices:
-        if slice_.rank is not None:
-            by_dispatch[slice_.dispatch, slice_.job_id].append((slice_.rank, slice_))
-    for (dispatch, job_id), parts in by_dispatch.items():
-        parts.sort(key=lambda part: part[0])
-        for _, run in itertools.groupby(enumerate(parts), key=lambda pair: pair[1][0] - pair[0]):
-            neighbours = [part for _, part in run]
-            yield PlotBlock(
-                job_id=job_id,
-                stage=neighbours[0][1].stage,
-                first_lane=neighbours[0][0],
-                last_lane=neighbours[-1][0],
-                start_s=min(slice_.start_s for _, slice_ in neighbours),
-                end_s=max(slice_.end_s for _, slice_ in neighbours),
-                dispatch=dispatch,
-            )
-
-
-def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
-    """One rectangle per write, on the lane of its writer below the ranks."""
-    for slice_ in timeline.slices:
-        if slice_.writer is None:
-            continue
-        lane = timeline.num_ranks + slice_.writer
-        yield PlotBlock(slice_.job_id, WRITE, lane, lane, slice_.start_s, slice_.end_s, None)
-
-
-def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
+def merged(blocks: Iterable[Block]) -> Iterator[Block]:
     """Join consecutive blocks of a job on the same lanes, with the longest one's stage, for a label."""
-    current: PlotBlock | None = None
-    longest_s = 0.0
+    runs: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):
-        if current is not None and _continues(current, block):
-            stage = block.stage if block.duration_s > longest_s else current.stage
-            longest_s = max(longest_s, block.duration_s)
-            current = replace(current, stage=stage, end_s=block.end_s, dispatch=block.dispatch)
-            continue
-        if current is not None:
-            yield current
-        current, longest_s = block, block.duration_s
-    if current is not None:
-        yield current
+        if runs and _continues(runs[-1][-1], block):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    for run in runs:
+        longest = max(run, key=lambda block: block.duration_s)
+        yield replace(longest, start_s=run[0].start_s, end_s=run[-1].end_s)
 
 
-def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]]]:
-    by_job: dict[str, dict[int, list[PlotBlock]]] = defaultdict(lambda: defaultdict(list))
-    for block in blocks:
+def tasks_of_jobs(blocks: Iterable[Block]) -> dict[str, list[list[Block]]]:
+    """By job: its tasks in their order, each with its blocks from above."""
+    by_job: dict[str, dict[int, list[Block]]] = defaultdict(lambda: defaultdict(list))
+    for block in sorted(blocks, key=lambda block: (block.dispatch or 0, block.lanes)):
         by_job[block.job_id][block.dispatch or 0].append(block)
-    return {job_id: [tasks[number] for number in sorted(tasks)] for job_id, tasks in by_job.items()}
+    return {job_id: list(tasks.values()) for job_id, tasks in by_job.items()}
 
 
-def lanes_of(parts: Sequence[PlotBlock]) -> list[tuple[int, int]]:
-    return sorted(part.lanes for part in parts)
+def lanes_of(parts: Sequence[Block]) -> list[tuple[int, int]]:
+    return [part.lanes for part in parts]
 
 
-def _continues(before: PlotBlock, after: PlotBlock) -> bool:
+def _continues(before: Block, after: Block) -> bool:
     is_same = before.job_id == after.job_id and before.lanes == after.lanes
     return is_same and after.start_s - before.end_s < 0.2 * after.duration_s

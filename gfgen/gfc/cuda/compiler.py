@@ -11,12 +11,11 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
-import tempfile
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from gfgen.errors import RunError
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir, locked, prepared_dirs
 
 KERNELS = "cuda/kernels.cu"
@@ -54,7 +53,7 @@ def compiled(architecture: str, *, name: str = KERNELS, sources: Path | None = N
             return cubin
         _log.info("compiling %s for %s", name, architecture)
         cubin = _compile(library, sources / name, (source_dir() / "cuda", sources), architecture)
-        put(path, cubin)
+        write_whole(path, cubin)
     return cubin
 
 
@@ -75,15 +74,6 @@ def _read(file_name: str) -> bytes | None:
             if content := (folder / file_name).read_bytes():
                 return content
     return None
-
-
-def put(path: Path, content: bytes) -> None:
-    """Write a file and rename it into place, so that concurrent readers never see half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.chmod(file.name, 0o644)  # other users read what an image holds
-    os.replace(file.name, path)
 
 
 def find_nvrtc() -> Path | None:

@@ -240,10 +240,14 @@ class Driver:
         self.call("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_FD)
         return handle.value
 
-    def map(self, handle: int, num_bytes: int, device: int) -> int:
-        """Maps memory of any device for use by kernels of this one; the handle may be released."""
-        address = c_uint64()
-        self.call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
+    def map(self, handle: int, num_bytes: int, device: int, *, at: int | None = None) -> int:
+        """Maps memory of any device for use by kernels of this one; the handle may be released.
+
+        at: an address that is reserved for this since an earlier call.
+        """
+        address = c_uint64(at or 0)
+        if at is None:
+            self.call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
         self.call("cuMemMap", address.value, num_bytes, 0, handle, 0)
         access = _AccessDesc(_Location(_DEVICE, device), _READ_WRITE)
         self.call("cuMemSetAccess", address.value, num_bytes, byref(access), 1)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gfgen.gfc.cuda.compiler import put
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir
 
 KernelPath = Literal["flagged", "threads", "bulk", "staged"]
@@ -137,5 +137,5 @@ def store_rules(device_name: str, rules: Mapping[TableKey, tuple[Rule, ...]]) ->
         {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}
         for (size, in_arena), rows in rules.items()
     ]
-    put(path, (json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n").encode())
+    write_whole(path, json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
     return path

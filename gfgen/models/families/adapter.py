@@ -19,6 +19,7 @@ from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.streaming.keeping import Kept
 
 Patches = MergedLoras
 
@@ -74,6 +75,7 @@ class Adapter(Protocol):
     is_rehearsed: bool = True
     """Whether anything can be got ready before a step: forwards to record, blocks to compile."""
     read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none, and on a CPU
+    kept: Kept | None = None  # if it may leave its device and come back
 
     @property
     def takes_turns(self) -> bool:

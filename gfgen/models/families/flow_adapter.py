@@ -56,7 +56,7 @@ from gfgen.models.parallel.fp8_attention import check_fp8_attention
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import present_degrees
-from gfgen.models.streaming.turns import streams
+from gfgen.models.streaming.stream import stream_of
 
 
 class FlowAdapter(BatchAdapter):
@@ -101,7 +101,7 @@ class FlowAdapter(BatchAdapter):
                 spec=spec,
                 geometry=self.geometry,
                 parallel=parallel,
-                takes_turns=streams(expert),
+                takes_turns=stream_of(expert) is not None,
             )
             return guided if unguided is None else self._guide(guided, unguided, scale=scale)
 
@@ -129,7 +129,7 @@ class FlowAdapter(BatchAdapter):
 
     @property
     def takes_turns(self) -> bool:
-        return any(map(streams, self._experts))
+        return any(map(stream_of, self._experts))
 
     def texts_to_rehearse(self) -> Sequence[Callable[[], object]]:
         return () if self._text_encoder is None else self._text_encoder.rehearsals(self._forward)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import EXPERTS, WHOLE, Placement
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.lifeline import output_of
 from gfgen.system.machine import cache_dir
 
 if TYPE_CHECKING:
@@ -140,6 +139,7 @@ def load_adapter(
     placement: Placement = WHOLE,
     copy_fd: int | None = None,
     island: Island | None = None,
+    is_kept: bool = False,
     quantised: Quantised = NOT_QUANTISED,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
@@ -148,7 +148,7 @@ def load_adapter(
     With random weights the directory need hold config files only. With `trusts_code` the checkpoint's own
     code may run. `kernels` are for pipelines without an adapter of their own, `quantised` for Wan and
     Qwen-Image. Blocks that do not stay on the device by `placement` are streamed from `copy_fd`, which ranks
-    share, or from the other ranks of the island.
+    share, or from the other ranks of the island. If the model `is_kept`, all of it is there.
 
     Raises: ModelError for a broken directory, or an unknown family.
     """
@@ -161,6 +161,8 @@ def load_adapter(
 
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
+    from gfgen.models.streaming.host_copy import HostCopy
+    from gfgen.models.streaming.keeping import Kept
     from gfgen.models.streaming.placing import Placing
 
     brought = EXPERTS if quantised.layers else ()
@@ -178,6 +180,9 @@ def load_adapter(
         adapter = load_flow(checkpoint, geometry, quantised=quantised, **options)
     placing.finish()
     adapter.read_bytes_per_s = placing.read_rate()
+    if is_kept and copy_fd is not None:
+        place = torch.device(device)
+        adapter.kept = Kept(adapter.patches.pipeline, HostCopy(copy_fd, place), place)
     return adapter
 
 
@@ -198,14 +203,10 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     Raises: ModelError with the child's reason.
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
-    command, env = module_command("gfgen.models.loading.tiny", str(folder), *names), module_environment()
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"{what}: took over {TINY_TIMEOUT_S:.0f} s to make in {folder}") from None
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+        output_of("gfgen.models.loading.tiny", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
+    except ChildProcessError as error:
+        raise ModelError(f"{what}: cannot be made in {folder}: {error}") from None
 
 
 def at_hand(name_or_dir: str) -> Path | None:

@@ -25,6 +25,7 @@ from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
 from gfgen.models.geometry.reuse import reuse_problems, with_reuse
 from gfgen.models.geometry.rules import evaluations_key, with_known_scheduler
+from gfgen.models.geometry.upscale import second_pass_problems, with_refined, with_second_pass
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -147,6 +148,9 @@ class PipelineGeometry:
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
                 filled = rules.changed(filled, **{name: rules.floor_to_multiple(side, self.multiple)})
+        filled = with_second_pass(filled, multiple=self.multiple)
+        may_refine = not self.has_alpha and not self._makes_videos
+        problems += second_pass_problems(filled, self.signature, is_picture=may_refine)
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
@@ -160,12 +164,13 @@ class PipelineGeometry:
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         pictures = rules.known(spec.frames) * num_pictures(spec.args)
-        pixel_bytes = (4 if self.has_alpha else 3) * spec.sample_bytes
+        pixels = pictures * math.prod(spec.enlarged or _size(spec))
         artifacts = (
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
-            Artifact("frames", (), room_bytes=pictures * math.prod(_size(spec)) * pixel_bytes),
+            Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
-        return with_reuse(Trajectory(spec.id, rules.known(spec.steps), artifacts), spec, output=None)
+        trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        return with_refined(with_reuse(trajectory, spec, output=None), spec)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
@@ -182,15 +187,17 @@ class PipelineGeometry:
         return self.shares_guidance and has_branches and self.is_guided(spec)
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
-        if stage is not Stage.DENOISE:
+        if stage not in (Stage.DENOISE, Stage.REFINE):
             return 0.0
         frames = (rules.known(spec.frames) - 1) // _TOKEN_FRAMES + 1
-        rows, columns = (side // _TOKEN_SIDE for side in _size(spec))
+        size = spec.enlarged or (0, 0) if stage is Stage.REFINE else _size(spec)
+        rows, columns = (side // _TOKEN_SIDE for side in size)
         return 2.0 * _TYPICAL_PARAMETERS * frames * rows * columns
 
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
         size += ("+cfg" if self.is_guided(spec) else "") + evaluations_key(spec)
+        size += f"+after={spec.width}x{spec.height}x{spec.num_refined}" if spec.enlarged else ""
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
         return "".join((size, *numbers, *(f"+{name}" for name in sorted(spec.files or ()))))

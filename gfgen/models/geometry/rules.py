@@ -16,7 +16,7 @@ from gfgen.errors import ModelError, Problem
 from gfgen.graph import Artifact
 from gfgen.job.fields import MAX_SIDE, shown
 from gfgen.job.samplers import SAMPLERS, known_sampler
-from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
+from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, UPSCALE_FIELDS, JobSpec
 from gfgen.models.geometry.call import options_of, scheduler_problems, signature_of
 
 MAX_TOKENS = 1 << 20
@@ -158,6 +158,8 @@ def shift_of(spec: JobSpec) -> float | None:
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
     """What a model that predicts flow refuses of `files`, `args`, `scheduler` and `sigmas`."""
     yield from useless(spec, "files", "this model takes no other files; leave it out")
+    for name in UPSCALE_FIELDS:
+        yield from useless(spec, name, "this model makes no pictures from pictures; leave it out")
     if spec.args is not None:
         yield from signature_of(call).args_problems(spec)
         given: Any = spec.args.get("max_sequence_length")

@@ -14,12 +14,15 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gfgen.errors import InputError
 from gfgen.models.geometry.weight_files import SINGLE_FILE, own_tensors, weight_files
+from gfgen.system.machine import cache_dir
 
 _WEIGHTLESS = re.compile(
     r"(^|_)(scheduler|tokenizer(_\d)?|processor|image_processor|feature_extractor|guider)$"
@@ -101,19 +104,30 @@ class Placement:
     shared: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The streamed blocks that ranks keep for each other (models/streaming/shards.py); main memory has them,
     too."""
+    is_on_disk: bool = False
+    """A file has all of them instead, for those whose rank is not there."""
 
     def streams(self, weight: str) -> bool:
         """Whether a weight is in a streamed block; its name begins with its component."""
         component, _, name = weight.partition(".")
         return block_key(name) in self.streamed.get(component, ()) and STAYS.search(name) is None
 
-    def new_copy(self) -> int:
-        """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py).
+    def new_copy(self, kept_bytes: int = 0) -> int:
+        """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py),
+        or for all of a model that is kept.
 
         Pages are allocated when they are first written, so room for alignment and for fp32 costs nothing.
         """
+        if self.is_on_disk:
+            try:
+                (folder := cache_dir()).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    os.posix_fallocate(file.fileno(), 0, self.streamed_bytes * 17 // 16 + (1 << 26))
+                    return os.dup(file.fileno())
+            except OSError as error:
+                raise InputError(f"{folder}: cannot hold a file of the streamed weights ({error})") from None
         fd = os.memfd_create("gfgen-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, 3 * self.streamed_bytes + (1 << 30))
+        os.ftruncate(fd, 3 * max(self.streamed_bytes, kept_bytes) + (1 << 30))
         return fd
 
 

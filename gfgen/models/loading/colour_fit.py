@@ -21,6 +21,8 @@ import diffusers
 import torch
 from torch.nn import functional
 
+from gfgen.system.linefile import write_whole
+
 NUM_PICTURES = 24
 SIDE = 128
 SEED = 1
@@ -87,11 +89,7 @@ def main(checkpoint: str, file: str) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     diffusers.utils.logging.disable_progress_bar()
     text = json.dumps(fit_colours(load_vae(Path(checkpoint)), random_pictures())) + "\n"
-    target = Path(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(target)
+    write_whole(Path(file), text)
 
 
 if __name__ == "__main__":

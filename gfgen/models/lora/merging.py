@@ -56,7 +56,7 @@ class MergedLoras:
     """
 
     def __init__(self, pipeline: Any, *, changed: Callable[[nn.Module], None] = lambda model: None) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._changed = changed
         self._components = components_of(pipeline)
         self.keeps_on_host = False
@@ -83,7 +83,15 @@ class MergedLoras:
                 self._set(component, own)
                 self._confirm(own)
                 self._merged[component] = wanted
-                self._changed(getattr(self._pipeline, component))
+                self._changed(getattr(self.pipeline, component))
+
+    def take_out(self) -> None:
+        """Give the models their original weights, and keep nothing for the next job."""
+        for component in [each for each, merged in self._merged.items() if merged]:
+            self._set(component, ())
+            self._changed(getattr(self.pipeline, component))
+        for known in (self._merged, self._models, self._loaded):
+            known.clear()
 
     def _set(self, component: str, patches: Sequence[Patch]) -> None:
         wanted: dict[str, list[tuple[_Change, float]]] = {}
@@ -94,7 +102,7 @@ class MergedLoras:
 
     def _model(self, component: str) -> _Model:
         if component not in self._models:
-            model = getattr(self._pipeline, component)
+            model = getattr(self.pipeline, component)
             read = None if self.stored is None else partial(self.stored.read, component)
             self._models[component] = _Model(model, keeps_on_host=self.keeps_on_host, read=read)
         return self._models[component]
@@ -108,7 +116,7 @@ class MergedLoras:
                 f"{one}.{name}": list(x.shape) for one, own in weights.items() for name, x in own.items()
             }
             try:
-                content = read_lora(Path(patch.path), self._pipeline, shapes)
+                content = read_lora(Path(patch.path), self.pipeline, shapes)
                 loaded = _Loaded(content.lacking, changes_of(content, weights), checked)
             except Exception:
                 checked.result()  # a file that has changed is why it cannot be read

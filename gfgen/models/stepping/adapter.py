@@ -15,6 +15,7 @@ import diffusers
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 from tqdm import tqdm
 
 from gfgen.errors import ModelError
@@ -40,18 +41,22 @@ from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
 from gfgen.models.fast.flux import fuse_flux, has_fused_blocks
 from gfgen.models.fast.kernels import KernelChoice, using
+from gfgen.models.geometry.call import CallSignature
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.upscale import call_of_second_pass, second_pass
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline, without_warnings
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
+from gfgen.models.stepping.second_pass import enlarged, joined, parted
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import changes_in_calls, pack, parts_of, unpack
-from gfgen.models.streaming.turns import present_place, streams
+from gfgen.models.streaming.stream import stream_of
+from gfgen.models.streaming.turns import present_place
 
 logger = logging.getLogger(__name__)
 
@@ -108,17 +113,32 @@ class PipelineAdapter(Adapter):
         if parallel is not None and parallel.sequence.size > 1 and not self._shares_tokens:
             parallel = None  # each rank evaluates the whole step
         self.patches.merge(spec)
-        is_last = step == known(spec.steps) - 1
-        until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / known(spec.steps))
-        call = self._call(spec)
+        if (number := step - known(spec.steps)) == 0:
+            return self._begin_second_pass(spec, latents)
+        call, num_steps = self._call(spec, is_second=number > 0), known(spec.steps)
+        if number > 0:
+            prompt, condition, latents = parted(latents)
+            step, num_steps = number - 1, spec.num_refined - 1
+        is_last = step == num_steps - 1
+        until = math.ceil(latents.number(NUM_ITERATIONS) * (step + 1) / num_steps)
         while not is_finished(latents) and (is_last or latents.number(NUM_DONE) < until):
             iteration = functools.partial(call.step, prompt, condition, latents)
             with using(self._kernels):
-                if spec.may_approximate:
+                if spec.may_approximate and number < 0:
                     latents = self._with_outputs(iteration, latents, parallel)
                 else:
                     latents = shared_step(iteration, parallel, self._evaluate)
-        return latents
+        return joined(prompt, condition, latents) if number > 0 else latents
+
+    def _begin_second_pass(self, spec: JobSpec, latents: Fields) -> Fields:
+        """Each rank of a layout does the same."""
+        first = as_frames(self._call(spec).decode(latents))
+        signature = known(call_of_second_pass(self._signature))
+        picture = enlarged(first, known(spec.enlarged))
+        arguments = self.arguments(second_pass(spec, signature), signature, image=picture)
+        call = self._call(spec, is_second=True)
+        prompt = call.encode(arguments, seed=known(spec.seed))
+        return joined(prompt, *call.prepare(prompt))
 
     def _with_outputs(
         self, iteration: Callable[[], Fields], given: Fields, parallel: Parallel | None
@@ -155,7 +175,8 @@ class PipelineAdapter(Adapter):
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         self.patches.merge(spec)
-        output = self._call(spec).decode(latents)
+        second, _, latents = parted(latents)
+        output = self._call(spec, is_second=bool(second.scalars)).decode(latents)
         frames = as_frames(output, per_sample=spec.sample_bytes)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
@@ -175,7 +196,7 @@ class PipelineAdapter(Adapter):
         pipeline = self.pipeline
         changed = [name for name, part in pipeline.components.items() if changes_in_calls(part)]
         may_take = changed == ["scheduler"] and not sets_processors(type(pipeline).__call__)
-        return may_take and any(map(streams, _transformers(pipeline)))
+        return may_take and any(map(stream_of, _transformers(pipeline)))
 
     def _sound_rate(self) -> int:
         """Samples per second, which the component that makes sound has in its config."""
@@ -186,19 +207,21 @@ class PipelineAdapter(Adapter):
                     return rate
         return DEFAULT_SOUND_RATE
 
-    def _call(self, spec: JobSpec) -> Stepper | WholeCall:
+    def _call(self, spec: JobSpec, *, is_second: bool = False) -> Stepper | WholeCall:
         options = None if spec.scheduler is None else json.dumps(spec.scheduler, sort_keys=True)
-        return self._calls(options, present_place())
+        return self._calls(options, present_place(), is_second)
 
-    def _new_call(self, scheduler: str | None, place: int) -> Stepper | WholeCall:
+    def _new_call(self, scheduler: str | None, place: int, is_second: bool) -> Stepper | WholeCall:
         """Calls that take turns have pipelines of their own, since a call sets attributes of its pipeline."""
-        pipeline = self.pipeline
-        if scheduler is not None or place:
+        pipeline, kind = self.pipeline, type(self.pipeline)
+        if is_second and (found := known(call_of_second_pass(self._signature))) is not self._signature:
+            kind = getattr(diffusers, found.pipeline_class)
+        if scheduler is not None or place or is_second:
             made = scheduler_like(pipeline.scheduler, json.loads(scheduler or "{}"))
-            settings = {
-                name: pipeline.config[name] for name in pipeline.config if name in _settings(pipeline)
-            }
-            pipeline = type(pipeline)(**{**pipeline.components, **settings, "scheduler": made})
+            parts, settings = kind._get_signature_keys(kind)
+            given = {name: value for name, value in pipeline.config.items() if name in settings}
+            given |= {name: part for name, part in pipeline.components.items() if name in parts}
+            pipeline = kind(**{**given, "scheduler": made})
         for part in pipeline.components.values():
             if isinstance(part, diffusers.SchedulerMixin):
                 watch_scheduler(part)
@@ -208,19 +231,25 @@ class PipelineAdapter(Adapter):
             logger.warning("%s: runs each job as one task: %s", self.geometry.family, error)
             return WholeCall(pipeline, device=self._device)
 
-    def arguments(self, spec: JobSpec) -> dict[str, Any]:
-        arguments = self._signature.arguments_for(spec)
+    def arguments(
+        self, spec: JobSpec, signature: CallSignature | None = None, *, image: Image.Image | None = None
+    ) -> dict[str, Any]:
+        """Of the pipeline's call, or of another one, in which `image` stands for the job's."""
+        signature = signature or self._signature
+        arguments = signature.arguments_for(spec)
         colours = {"background": spec.background, "has_alpha": self.geometry.has_alpha}
-        if spec.image is not None:
+        if image is not None:
+            arguments["image"] = image
+        elif spec.image is not None:
             arguments["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
         hashes = spec.files_sha256 or {}
         for name, path in (spec.files or {}).items():
             arguments[name] = _load(name, path, hashes.get(name), **colours)
-        if "output_type" in self._signature.arguments:
+        if "output_type" in signature.arguments:
             arguments["output_type"] = "pt" if _can_keep_pictures(self.pipeline) else "np"
         if spec.prompt_syntax is not None:
             made = with_embeddings(self.pipeline, arguments, device=self._device)
-            arguments = {name: made[name] for name in made if name in self._signature.arguments}
+            arguments = {name: made[name] for name in made if name in signature.arguments}
         return arguments
 
 
@@ -322,10 +351,6 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
         logger.warning("%s: ranks do not share tokens: %s", geometry.family, error)
         return False
     return True
-
-
-def _settings(pipeline: Any) -> set[str]:
-    return set(pipeline._get_signature_keys(pipeline)[1])
 
 
 def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **colours: Any) -> Any:

@@ -1,40 +1,49 @@
 """Calls on a pipeline without weights: which arguments it refuses, and how much of a prompt it reads.
 
 As a program it reads questions about checkpoints as JSON and writes answers (session/admission.py). It runs
-calls to the end of their first step, with the real schedulers and tokenizers. Networks compute only shapes.
+calls with the real schedulers and tokenizers: the first two steps, the last one and the decode. Networks
+compute only shapes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
 import sys
+import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from gfgen.errors import REFUSALS, JobError, in_one_line
+from gfgen.errors import REFUSALS, AbortedError, JobError, in_one_line
 from gfgen.job.spec import JobSpec
+from gfgen.models.families.adapter import Fields
+from gfgen.models.fast import stop_checks
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import MAX_TEXT_TOKENS
-from gfgen.models.geometry.rules import max_text_tokens
+from gfgen.models.geometry.rules import known, max_text_tokens
 from gfgen.models.geometry.weights import components_of
 from gfgen.models.loading.components import weightless, without_progress_bars
-from gfgen.models.stepping.adapter import PipelineAdapter, WholeCall, load_any
+from gfgen.models.stepping.adapter import PipelineAdapter, load_any
 from gfgen.models.stepping.check import pictures, resolved, with_files
-from gfgen.models.stepping.stepper import NUM_ITERATIONS
+from gfgen.models.stepping.stepper import NUM_DONE, NUM_ITERATIONS, PLACE
 from gfgen.system.lifeline import answer_all
 
 MARK = "gfgen"
@@ -42,6 +51,12 @@ MARK = "gfgen"
 SPECIAL = 2
 """Tokens that a tokenizer adds at most."""
 _COMPUTING = ("forward", "encode", "decode")
+_STAGES, _SETTINGS = ("encode", "prepare", "denoise", "decode"), (bool, int, float, str)
+_OTHER_PROMPTS = 3
+_MOST_VALUES = 2**24
+"""Of frames that become pictures, and of tensors of integers that have values: both take long."""
+REST_S, ALL_RESTS_S = 3.0, 60.0
+"""Time for what follows the first step of a call, and of all calls: a decode may have a thousand tiles."""
 
 Limits = dict[str, tuple[str, int]]
 """By tokenizer: what stands before a prompt, and the tokens that it keeps; empty if one keeps all."""
@@ -61,38 +76,91 @@ def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_:
 def _without_computing(shapes: nn.Module) -> Any:
     """A network on the CPU without memory, whose outputs are zeros in the shapes that this one gives."""
     network = copy.deepcopy(shapes)
+    stop_checks.install(shapes)
     for module in network.modules():
         for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             empty = torch.zeros((), dtype=value.dtype).expand(value.shape)
             is_buffer = not isinstance(value, nn.Parameter)
             setattr(module, name, empty if is_buffer else nn.Parameter(empty, requires_grad=False))
     for name in _COMPUTING:
-        if (method := getattr(shapes, name, None)) is not None:
-            setattr(network, name, _zeros_of(shapes if name == "forward" else method))
+        if hasattr(shapes, name):
+            setattr(network, name, _zeros_of(shapes, name, seen=network))
     return network.eval()
 
 
-def _zeros_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[str, Any] = {}  # by shapes and other arguments: the Python of a network takes long
+def _zeros_of(shapes: nn.Module, name: str, *, seen: nn.Module) -> Callable[..., Any]:
+    """A method of a network without memory, with the settings of `seen`, which the pipeline changes."""
+    method, most = (shapes, sys.maxsize) if name == "forward" else (getattr(shapes, name), _MOST_VALUES)
+    found: dict[str, Any] = {}  # by shapes and other arguments: the Python of a network takes long
 
+    @functools.wraps(getattr(shapes, name))
     def outlined(*args: Any, **options: Any) -> Any:
-        key = repr(tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype), (args, options)))
-        if key not in known:
-            known[key] = compute(*args, **options)
-        return copy.deepcopy(known[key])
+        settings = {name: value for name, value in vars(seen).items() if isinstance(value, _SETTINGS)}
+        vars(shapes).update(settings)  # such as a VAE's tiles
+        key = repr((settings, tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype), (args, options))))
+        if key not in found:
+            found[key] = compute(args, options)
+        return copy.deepcopy(found[key])
 
-    def compute(*args: Any, **options: Any) -> Any:
-        args, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, options))
+    def compute(*given: Any, values: _Values | None = None) -> Any:
+        moved = values.outline if values else lambda x: x.to("meta")
+        args, options = tree_map_only(torch.Tensor, moved, given)
         unmasked = patch("transformers.masking_utils.is_tracing", lambda *_: True)  # masks have no values
         whole = patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)
-        with unmasked, whole, patch("torch.autocast", lambda *_, **__: nullcontext()):
-            made = method(*args, **options)
+        flex = patch("torch.nn.attention.flex_attention.flex_attention", lambda query, *_, **__: query)
+        try:
+            with unmasked, whole, flex, patch("torch.autocast", lambda *_, **__: nullcontext()):
+                made = method(*args, **options)
+        except Exception as error:
+            if values or "meta" not in str(error).lower():
+                raise
+            with _Values() as values, patch("torch.tensor", values.tensor):  # shapes depend on values
+                return compute(*given, values=values)
         if (spread := getattr(made, "latent_dist", None)) is not None:
             made.latent_dist = type(spread)(torch.zeros_like(spread.parameters, device="cpu"))
             return made
-        return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), made)
+        return tree_map_only(torch.Tensor, zeros, made)
+
+    def zeros(made: torch.Tensor) -> torch.Tensor:
+        return made if made.numel() > most else torch.zeros_like(made, device="cpu")
 
     return outlined
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, tensors without memory have values that follow from integers alone: grids, masks, positions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def tensor(self, *args: Any, make: Any = torch.tensor, device: Any = None, **options: Any) -> Any:
+        """As torch.tensor, but on the CPU first, where values are seen."""
+        return make(*self._with_values(args), **options).to(device or "cpu")
+
+    def outline(self, value: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if value.numel() <= _MOST_VALUES and not value.is_floating_point():
+            self._values[made] = value
+        return made
+
+    def _with_values(self, given: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: self._values.get(x, x), given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        all_given = args, options = args, kwargs or {}
+        given = [x for x in tree_leaves(all_given) if isinstance(x, torch.Tensor)]
+        if any(x.is_meta and x not in self._values for x in given):
+            for tensor in given if func._schema.is_mutable else ():
+                self._values.pop(tensor, None)
+            return func(*args, **options)
+        device = options.get("device") or ("meta" if any(x.is_meta for x in given) else "cpu")
+        own = {id(self._values[x]): x for x in given if x.is_meta}
+        args, options = self._with_values(all_given)
+        made = func(*args, **(options | {"device": "cpu"} if options.get("device") else options))
+        if torch.device(device).type != "meta":
+            return made
+        return tree_map_only(torch.Tensor, lambda x: own[id(x)] if id(x) in own else self.outline(x), made)
 
 
 @contextmanager
@@ -112,25 +180,40 @@ def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int]]]]:
         yield found
 
 
-def tried(adapter: PipelineAdapter, spec: JobSpec) -> tuple[BaseException | None, Limits]:
-    """What a call raises up to its first step, or without any, and how much of the prompt it reads."""
+def tried(
+    adapter: PipelineAdapter, spec: JobSpec, *, prompt: str = MARK, rest_s: float = REST_S
+) -> tuple[BaseException | None, Limits]:
+    """What a call with such a prompt raises, and how much of it the call reads, if that is limited."""
     negative = MARK if spec.negative_prompt else None
-    spec = replace(spec.without_patches(), prompt=MARK, negative_prompt=negative)
+    spec = replace(spec.without_patches(), prompt=prompt, negative_prompt=negative)
     limits: Limits = {}
     with _noting(adapter.pipeline) as notes:
         try:
-            prompt = adapter.encode(spec)
+            encoded = adapter.encode(spec)
             least = {name: min(calls, key=lambda call: call[1]) for name, calls in notes.items() if calls}
-            if not spec.prompt_syntax and all(limit < sys.maxsize for _, limit in least.values()):
+            keeps_all = any(limit == sys.maxsize for _, limit in least.values())
+            if prompt == MARK and not (spec.prompt_syntax or keeps_all):
                 limits = least  # or one of them keeps everything
-            condition, latents = adapter.prepare(spec, prompt)
-            if latents.number(NUM_ITERATIONS) or isinstance(adapter._call(spec), WholeCall):
-                adapter.denoise(spec, prompt, condition, latents, step=0)
-            else:
+            condition, latents = adapter.prepare(spec, encoded)
+            latents = adapter.denoise(spec, encoded, condition, latents, step=0)
+            until = time.process_time() + rest_s  # of this process, so other programs do not count
+            watch = stop_checks.Watch(lambda: time.process_time() > until)
+            with suppress(AbortedError), stop_checks.watching(watch):
+                for step in range(1, known(spec.steps)):
+                    _skip_middle(latents)
+                    latents = adapter.denoise(spec, encoded, condition, latents, step=step)
                 adapter.decode(spec, latents)
         except Exception as error:  # of any kind: it is judged by the caller
-            return None if _is_in("denoise", error) and "meta" in str(error).lower() else error, limits
+            lacks_values = _stage_of(error) > _STAGES.index("prepare") and "meta" in str(error).lower()
+            return None if lacks_values else error, limits
     return None, limits
+
+
+def _skip_middle(latents: Fields) -> None:
+    """After two iterations of a call's only loop, go to the last one."""
+    place, last = latents.scalars.get(PLACE), latents.number(NUM_ITERATIONS) - 1
+    if isinstance(place, list) and len(place) == 1 and 1 < int(place[0]) < last:
+        latents.scalars |= {PLACE: [last], NUM_DONE: last}
 
 
 def usual_jobs(geometry: PipelineGeometry, folder: Path, side: int = 256, **more: Any) -> Iterator[JobSpec]:
@@ -143,23 +226,30 @@ def usual_jobs(geometry: PipelineGeometry, folder: Path, side: int = 256, **more
             yield resolved(geometry, with_files(job, names, folder), folder)
 
 
-def usual_failure(adapter: PipelineAdapter, *usual: Any, **fields: Any) -> BaseException | None:
-    """What the first of these jobs raises here, unless one of them runs."""
-    failures = (tried(adapter, job)[0] for job in usual_jobs(*usual, **fields))
-    first = next(failures, None)
-    return None if first is None or None in failures else first
+def usual_failure(
+    adapter: PipelineAdapter, *usual: Any, prompts: Iterable[str] = (), **fields: Any
+) -> tuple[BaseException | None, str]:
+    """What the first of the usual jobs raises unless one runs, with MARK or a prompt of these, and that."""
+    failures = []
+    for prompt, job in product((MARK, *prompts), usual_jobs(*usual, **fields)):
+        if (failure := tried(adapter, job, prompt=prompt)[0]) is None:
+            return None, prompt
+        failures.append(failure)
+    return next(iter(failures), None), MARK
 
 
 def is_refusal(error: BaseException, usual: BaseException | None) -> bool:
     """Whether the pipeline would raise this, too. `usual` is what usual arguments raise here, if anything."""
-    if usual is None or _is_in("denoise", usual) > _is_in("denoise", error):
+    if usual is None or _stage_of(usual) > _stage_of(error):
         return "meta" not in str(error)  # whatever it is, it comes of the arguments
-    is_of_network = _is_in("outlined", error)
+    is_of_network = any(frame.name == "outlined" for frame in traceback.extract_tb(error.__traceback__))
     return isinstance(error, REFUSALS) and not is_of_network and _place_of(error) != _place_of(usual)
 
 
-def _is_in(name: str, error: BaseException) -> bool:
-    return any(frame.name == name for frame in traceback.extract_tb(error.__traceback__))
+def _stage_of(error: BaseException) -> int:
+    """The index of the method of the adapter that raises it."""
+    frames, place = traceback.extract_tb(error.__traceback__), inspect.getfile(PipelineAdapter)
+    return next((_STAGES.index(x.name) for x in frames if x.filename == place and x.name in _STAGES), 0)
 
 
 def _place_of(error: BaseException) -> tuple[object, ...]:
@@ -189,9 +279,11 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
         adapter = load_any(checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline)
         tokenizers = adapter.pipeline.components
         with pictures() as folder:
-            usual = usual_failure(adapter, geometry, folder)
+            prompts = [fields["prompt"] for fields in asked["calls"].values()][:_OTHER_PROMPTS]
+            usual, prompt = usual_failure(adapter, geometry, folder, prompts=prompts)
         for key, fields in asked["calls"].items():
-            error, limits_of[key] = tried(adapter, JobSpec(**fields))
+            rest_s = min(REST_S, ALL_RESTS_S / len(asked["calls"]))
+            error, limits_of[key] = tried(adapter, JobSpec(**fields), prompt=prompt, rest_s=rest_s)
             refused = error is not None and is_refusal(error, usual)
             text = None if error is None else str(error) if refused else in_one_line(error)
             calls[key] = {"refused" if refused else "unknown": text}

@@ -31,12 +31,12 @@ _PAGE = 4096
 class HostCopy:
     """The copy as one rank sees it. Regions are taken in the same order by every rank."""
 
-    def __init__(self, fd: int, device: torch.device) -> None:
+    def __init__(self, fd: int, device: torch.device, *, is_on_disk: bool = False) -> None:
         self._fd = os.dup(fd)
         self._file = mmap.mmap(fd, os.fstat(fd).st_size)
         self._num_regions, self._end = 0, _MARKS_BYTES
-        self._may_pin = device.type == "cuda"
-        if self._may_pin:
+        self._may_pin = device.type == "cuda" and not is_on_disk
+        if device.type == "cuda":
             driver().use(device.index or 0)
         self._pinned: list[Tensor] = []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,8 @@ class Placing:
         self._island = island
         self._copy: HostCopy | None = None
         if placement.streamed:
-            self._copy = HostCopy(fd := placement.new_copy() if copy_fd is None else copy_fd, self._device)
+            fd = placement.new_copy() if copy_fd is None else copy_fd
+            self._copy = HostCopy(fd, self._device, is_on_disk=placement.is_on_disk)
             if copy_fd is None:
                 os.close(fd)
         self._models: dict[str, nn.Module] = {}
@@ -160,7 +161,7 @@ class Placing:
     def read_rate(self) -> float:
         """Bytes per second that the device reads of the host copy, the best of a few copies; 0 on a CPU."""
         regions = [place.region for place in self._places.values() if place.region is not None]
-        if not regions or self._device.type != "cuda":
+        if not regions or self._device.type != "cuda" or self._placement.is_on_disk:
             return 0.0
         source, lasted_s = max(regions, key=len)[:_MEASURED_BYTES], list[float]()
         target = torch.empty_like(source, device=self._device)
@@ -208,15 +209,7 @@ class Placing:
     def _to_host(self, block: nn.Module) -> Tensor:
         """Move a block to the host copy."""
         assert self._copy is not None
-        tensors, num_bytes = _layout(block)
-
-        def fill(region: Tensor) -> None:
-            for tensor, offset in tensors:
-                _part(region, offset, like=tensor).copy_(tensor.detach())
-
-        region = self._copy.region(num_bytes, fill)
-        _point(block, region)
-        return region
+        return moved_to(self._copy, tensors_of(block.modules()))
 
 
 IN_PLACE = Placing()
@@ -228,10 +221,29 @@ def placing_of(module: nn.Module) -> Placing:
     return cast(Placing, vars(module).get(_ATTRIBUTE, IN_PLACE))
 
 
-def _tensors(block: nn.Module) -> list[Tensor]:
-    """All that a block computes with; layers that are no submodules are joined ones (fast/linears.py)."""
+def moved_to(copy: HostCopy, tensors: Sequence[Tensor]) -> Tensor:
+    """Move tensors to the next region of a host copy, which is returned."""
+    places, num_bytes = _layout(tensors)
+
+    def fill(region: Tensor) -> None:
+        for tensor, offset in places:
+            _part(region, offset, like=tensor).copy_(tensor.detach())
+
+    region = copy.region(num_bytes, fill)
+    point_to(region, tensors)
+    return region
+
+
+def point_to(at: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Let tensors be parts of these bytes, in which they are laid out."""
+    for tensor, offset in _layout(tensors)[0]:
+        tensor.data = _part(at, offset, like=tensor)
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """All that modules compute with; layers that are no submodules are joined ones (fast/linears.py)."""
     found: dict[int, Tensor] = {}
-    for module in block.modules():
+    for module in modules:
         hidden = [each for each in vars(module).values() if isinstance(each, nn.Linear)]
         for each in (module, *hidden):
             for tensor in (*each._parameters.values(), *each._buffers.values()):
@@ -240,14 +252,14 @@ def _tensors(block: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def _layout(block: nn.Module) -> tuple[list[tuple[Tensor, int]], int]:
-    """Where the tensors of a block begin in its region, and the length of the region.
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
+    """Where these tensors begin in their region, and the length of the region.
 
     Those that are parts of others, as of joined layers, are parts of them there. Larger ones come first, so
     that these are known. The order does not depend on addresses, which differ between ranks.
     """
     found, spans, end = list[tuple[Tensor, int]](), list[tuple[int, int, int]](), 0
-    for tensor in sorted(_tensors(block), key=_extent, reverse=True):
+    for tensor in sorted(tensors, key=_extent, reverse=True):
         start, stop = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
         offset = next(
             (at + start - first for first, last, at in spans if first <= start and stop <= last), end
@@ -271,6 +283,4 @@ def _part(region: Tensor, offset: int, *, like: Tensor) -> Tensor:
 
 
 def _point(block: nn.Module, at: Tensor) -> None:
-    """Let a block's tensors be parts of these bytes, in which it is laid out."""
-    for tensor, offset in _layout(block)[0]:
-        tensor.data = _part(at, offset, like=tensor)
+    point_to(at, tensors_of(block.modules()))

@@ -35,7 +35,7 @@ from gfgen.gfc.cuda.driver import driver
 logger = logging.getLogger(__name__)
 
 Board = tuple[socket.socket, socket.socket]
-_UNIT = 2 << 20
+PAGE_BYTES = 2 << 20
 """The granularity of device memory."""
 
 
@@ -72,7 +72,7 @@ class Shard:
                 self._memory.bytes[offset : offset + len(part)].copy_(part)
             torch.cuda.synchronize(self._device) if self._device.type == "cuda" else None
         self.own = self._memory.bytes
-        _limit(self._device, less=self._num_bytes)
+        limit_torch(self._device, less=self._num_bytes)
         end, self._life = os.pipe()
         socket.send_fds(self._writer, [b"1"], [fd, end])
         os.close(fd)
@@ -91,7 +91,7 @@ class Shard:
     def close(self) -> None:
         """Unmap it; no read may be under way. The own shard is taken from its board."""
         if self.own is not None and (posted := self._posted(flags=0)):
-            _limit(self._device, less=-self._num_bytes)
+            limit_torch(self._device, less=-self._num_bytes)
             list(map(os.close, posted))
         self.own = None
         if self._memory is not None:
@@ -104,7 +104,7 @@ class Shard:
         if self._life is not None and _has_ended(self._life):
             os.close(self._life)
             self._life = None
-            logger.warning("another rank has ended: blocks that it kept are read from main memory")
+            logger.warning("another rank has ended: blocks that it kept are read from main memory, or a file")
         if self._life is None and (posted := self._posted()):
             fd, life = posted
             if _has_ended(life):
@@ -165,7 +165,7 @@ class _OnGpu:
     """Memory of any GPU, for copies by this one."""
 
     def __init__(self, handle: int, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes, self._device = -(-num_bytes // _UNIT) * _UNIT, device
+        self._num_bytes, self._device = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, device
         self._address = driver().map(handle, self._num_bytes, device.index or 0)
         driver().call("cuMemRelease", handle)  # the mapping keeps the memory
 
@@ -184,7 +184,7 @@ class _OnGpu:
         driver().unmap(self._address, self._num_bytes)
 
 
-def _limit(device: torch.device, *, less: int) -> None:
+def limit_torch(device: torch.device, *, less: int) -> None:
     """Let torch use that much less of a GPU, because its limit does not know of shards."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

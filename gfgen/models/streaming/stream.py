@@ -30,7 +30,7 @@ from gfgen.models.streaming.shards import Shard
 from gfgen.models.streaming.turns import pause
 
 _ATTRIBUTE = "gfgen_stream"
-"""Of streamed blocks: their chain."""
+"""Of streamed blocks, and of all that has some: their chain."""
 
 
 class Buffer:
@@ -155,12 +155,13 @@ class Chain:
 
     def attach(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Read ahead in the forwards of this model, of which these modules are the blocks."""
-        model.streams = True  # type: ignore[assignment]
         model.register_forward_pre_hook(lambda *_: self._begin())
+        for part in model.modules():
+            if not set(modules).isdisjoint(part.modules()):
+                vars(part)[_ATTRIBUTE] = self
         for idx, module in enumerate(modules):
             module.register_forward_pre_hook(lambda *_, idx=idx: self.enter(idx))
             module.register_forward_hook(lambda *_, idx=idx: self._leave(idx))
-            vars(module)[_ATTRIBUTE] = self
 
     def streams(self, name: str, weight: Any) -> bool:
         """Whether a weight of the component is streamed; a part that its block has given away is not."""
@@ -223,10 +224,6 @@ class Chain:
             self._lane.read(block)
 
 
-def stream_of(model: nn.Module) -> Chain | None:
-    """Of a model, or a part of it; None if all of its blocks are on the device."""
-    for module in model.modules():
-        found: Chain | None = vars(module).get(_ATTRIBUTE)
-        if found is not None:
-            return found
-    return None
+def stream_of(model: nn.Module | None) -> Chain | None:
+    """Of a model, or a part of it, whose forwards read blocks, and so should take turns; otherwise None."""
+    return getattr(model, _ATTRIBUTE, None)

@@ -31,11 +31,6 @@ from gfgen.models.parallel import counted_attention
 T = TypeVar("T")
 
 
-def streams(transformer: Any) -> bool:
-    """Whether blocks of a transformer are read for each forward, so that forwards should take turns."""
-    return bool(getattr(transformer, "streams", False))
-
-
 def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
     """What the calls return. They run interleaved if there are several.
 

@@ -104,7 +104,8 @@ class Closing:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal, self.is_stopping = signal_number, True
         again = "press again" if signal_number == signal.SIGINT else "a second signal"
-        logger.warning("stopping after the running tasks; %s to stop at once", again)
+        if self._records:
+            logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def note(self, cost_class: CostClass, degrees: Degrees) -> None:
         """Predict the steps of the next jobs of this model with these degrees."""

@@ -97,16 +97,10 @@ class Control:
         self.state = state
         self.backend = backend
         self.clock = state.clock
-        num_ranks = len(state.ranks.records)
-        self.decider = Decider(
-            policy, clock=state.clock, num_ranks=num_ranks, chooser=steering.chooser, load=steering.load
-        )
+        self.decider = Decider(policy, clock=state.clock, chooser=steering.chooser, load=steering.load)
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers, *filter(None, [steering.residency]))
-        self._tell_applied: list[Callable[[Event], None]] = []
-        self._tell_dispatched: list[Callable[[Dispatch], None]] = []
-        """Both are called at every step, so observers that do not watch them are left out."""
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
@@ -165,10 +159,6 @@ class Control:
         if isinstance(degree, int) and degree > most:
             ranks = counted(most, "rank")
             logger.warning("policy %s: a task has %s here at most, whatever the degree", policy.name, ranks)
-        ignored = (Observer.applied, Observer.dispatched)
-        watched = [(o.applied, o.dispatched) for o in self.observers]
-        self._tell_applied = [a for a, _ in watched if getattr(a, "__func__", None) not in ignored]
-        self._tell_dispatched = [d for _, d in watched if getattr(d, "__func__", None) not in ignored]
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
             observer.began(infos, num_ranks=len(self.state.ranks.records), policy=policy.name)
@@ -210,8 +200,8 @@ class Control:
             case events.StopRequested() | events.ClosingTime():
                 self.clock.at(events.GraceOver(event.time_s + self.state.closing.grace_s))
         outcomes = self.state.apply(event)
-        for tell in self._tell_applied:
-            tell(event)
+        for observer in self.observers:
+            observer.applied(event)
         for outcome in outcomes:
             self.conclude(outcome)
 
@@ -304,8 +294,8 @@ class Control:
             return ()
         for each in dispatches:
             self.backend.submit(each)
-            for tell in self._tell_dispatched:
-                tell(each)
+            for observer in self.observers:
+                observer.dispatched(each)
         return dispatches
 
     def save_stopped(self) -> None:
@@ -314,7 +304,7 @@ class Control:
         for job_id, (next_index, producer) in stopped.items():
             if job_id not in self._saved:
                 self._saved.add(job_id)
-                given_up = self.state.jobs.records[job_id].usage.given_up
+                given_up = self.state.jobs.records[job_id].given_up
                 self.backend.save(job_id, next_index=next_index, producer=producer, given_up=given_up)
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:

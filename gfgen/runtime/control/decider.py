@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -52,7 +52,6 @@ class Decider:
         policy: NamedPolicy,
         *,
         clock: Clock,
-        num_ranks: int,
         chooser: Chooser | None,
         load: Callable[[str], NamedPolicy] = load_policy,
     ) -> None:
@@ -62,7 +61,6 @@ class Decider:
         """Why FALLBACK has replaced the policy, if it has."""
         self.num_faults = 0
         self._clock = clock
-        self._num_ranks = num_ranks
         self.chooser = self._usual_chooser = chooser
         """None after FALLBACK has replaced the policy, until another one is asked for."""
         self._num_changes = 0
@@ -82,13 +80,11 @@ class Decider:
             return _ask(load_policy(FALLBACK).decide, snapshot)
 
     def _decided(self, snapshot: Snapshot) -> list[Decision]:
-        decided = self.policy.decide(snapshot)
-        if not isinstance(decided, Iterable):
-            raise PolicyFault(
-                f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
-            )
         # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
-        return list(itertools.islice(decided, self._num_ranks + 1))
+        decided = list(itertools.islice(self.policy.decide(snapshot), len(snapshot.ranks) + 1))
+        for each in decided:
+            check_types(each)
+        return decided
 
     def blame(self, error: BaseException) -> None:
         """Count a fault; after too many `fcfs` takes over. Raises: PolicyFault when it is that one's."""
@@ -139,12 +135,12 @@ def _ask(policy: Policy, snapshot: Snapshot) -> list[Decision]:
 def check_types(decision: object) -> None:
     """Refuse a value that is not a decision: a policy may be the user's own, and untyped."""
     if not isinstance(decision, Decision):
-        raise _wrong_type("value", decision, "a Decision(task, layout)")
+        kind = type(decision).__name__
+        raise PolicyFault(f"it decided a value of type {kind}; a Decision(task, layout) is accepted")
     task, layout = decision.task, decision.layout
-    if not isinstance(task, Task) or not isinstance(task.job_id, str):
-        raise _wrong_type("task", task, "the job's next_task")
-    if not isinstance(layout, Layout):
-        raise _wrong_type("layout", layout, "a Layout", job=f"job {task.job_id}: ")
+    if not isinstance(task, Task) or not isinstance(task.job_id, str) or not isinstance(layout, Layout):
+        kinds = f"{type(task).__name__}, {type(layout).__name__}"
+        raise PolicyFault(f"it decided a Decision({kinds}); the job's next_task and a Layout are accepted")
     numbers = (*layout.ranks, *layout.degrees)
     if not isinstance(layout.ranks, tuple) or set(map(type, numbers)) != {int}:
         raise PolicyFault(
@@ -152,15 +148,10 @@ def check_types(decision: object) -> None:
         )
 
 
-def _wrong_type(what: str, value: object, accepted: str, *, job: str = "") -> PolicyFault:
-    return PolicyFault(f"{job}it decided a {what} of type {type(value).__name__}; {accepted} is accepted")
-
-
 def legal_job(
     decision: Decision, *, jobs: Jobs, ranks: Ranks, models: ModelTurns, now_s: float, max_degree: int
 ) -> JobRecord:
     """The job of a decision. Raises: PolicyFault for what it cannot run, or its ranks cannot take now."""
-    check_types(decision)
     task, layout = decision.task, decision.layout
     record = jobs.records.get(task.job_id)
     if record is None or not record.arrived or record.trouble.doom:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,7 +16,6 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import NOTHING_GIVEN_UP, GivenUp
 from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.ipc.content import Content, NamedContent
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.snapshot import JobView
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_TASK_FAILURES = 2
 """A task that fails this often fails its job."""
 _REFUSED = tuple(f"{kind.__name__}:" for kind in REFUSALS)
+_OF_SHAPES = re.compile(r"RuntimeError:.*\b(sizes?|shapes?|dimensions?|padding)\b", re.IGNORECASE)
+"""A failure that follows from a job's size and arguments, not from the machine."""
 MAX_LOST_WORKERS = 3
 """A job under which this many workers died fails."""
 
@@ -68,61 +70,13 @@ class Trouble:
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
     refused: Task | None = None
-    """The task that failed because the pipeline refuses the job's arguments."""
+    """The task that failed because of the job's arguments, in a step or the decode twice."""
     is_cancelled: bool = False
     """That is because nobody wants it any more."""
 
     def fail(self, reason: str) -> None:
         """The first reason counts."""
         self.doom = self.doom or reason
-
-
-@dataclass(slots=True)
-class Usage:
-    """What the ranks did for a job."""
-
-    started_s: float | None = None
-    busy_s: float = 0.0
-    rank_s: float = 0.0
-    """Seconds of each of its ranks: GPU-seconds."""
-    first_uses_s: float = 0.0
-    """The part of `busy_s` in tasks that were the first of their kind."""
-    peak_bytes: int | None = None
-    """The most that torch had allocated on one of its GPUs."""
-    timings: dict[str, float] = field(default_factory=dict)
-    layouts: list[str] = field(default_factory=list)
-    """As text, in the order of use, without repeats in a row."""
-    last_layout: Layout | None = None
-    written: Content | None = None
-    files: tuple[NamedContent, ...] = ()
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each, if only the decode knew them."""
-    given_up: GivenUp = NOTHING_GIVEN_UP
-    batch: int = 1
-    """The most jobs that its steps were computed with, itself included."""
-
-    def add(self, stage: Stage, layout: Layout, event: TaskDone, *, busy_s: float, rank_s: float) -> None:
-        if self.started_s is None:
-            self.started_s = event.started_s
-        self.busy_s += busy_s
-        self.rank_s += rank_s
-        self.first_uses_s += busy_s if event.is_first_use else 0.0
-        if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
-            self.peak_bytes = max(self.peak_bytes or 0, *peaks)
-        self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
-        if self.last_layout != layout:
-            self.last_layout = layout
-            self.layouts.append(str(layout))
-
-    def give_up(self, task: Task, *, late_s: float) -> None:
-        """A policy had a step approximated of a job that would have been this late without."""
-        assert task.step is not None
-        why = self.given_up.why
-        if why is None:
-            late = f"it was predicted to end {late_s:.1f} s late"
-            reason = late if late_s > 0 else "other jobs were likely to make it late"
-            why = f"from step {task.step + 1} on, when {reason}"
-        self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +100,10 @@ class JobRecord:
     """Its dispatches that have not ended: a running task and a queued one at most."""
     progress: Progress = field(default_factory=Progress)
     trouble: Trouble = field(default_factory=Trouble)
-    usage: Usage = field(default_factory=Usage)
-    _next_task: Task | None = None
+    outcome: JobOutcome = field(init=False)
+    """What ranks did for it, and its files; `end` completes it."""
+    given_up: GivenUp = NOTHING_GIVEN_UP
+    _last_layout: Layout | None = None
     _view: JobView | None = None
     _view_version: int = 0
 
@@ -157,6 +113,8 @@ class JobRecord:
         self.model, self.owner = spec.model or "", spec.owner
         self.batch, self.file_bytes = [self], self.job.file_bytes
         self.patches = str(spec.patches or "")
+        due_s = None if self.deadline_s == math.inf else self.deadline_s
+        self.outcome = JobOutcome(self.job.info, "done", self.arrival_s, deadline_s=due_s)
 
     @property
     def first_open_index(self) -> int:
@@ -169,10 +127,7 @@ class JobRecord:
     @property
     def next_task(self) -> Task:
         """The task at `next_index`, which is not past the last one."""
-        task, index = self._next_task, self.progress.next_index
-        if task is None or task.index != index:
-            task = self._next_task = self.job.trajectory.task(index)
-        return task
+        return self.job.trajectory.task(self.progress.next_index)
 
     def needs_patches(self, stage: Stage) -> bool:
         """Whether tasks of this stage need the job's patches, and no others, in the weights."""
@@ -191,11 +146,15 @@ class JobRecord:
 
     def view(self, costs: CostModel) -> JobView:
         """What policies see of it; a new one when that, or the predictions, have changed."""
-        task, view = self.next_task, self._view
-        is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
-        job, cost_class = self.job, self.cost_class
-        if view is not None and is_same and self._view_version == cost_class.version:
+        progress, view, cost_class, job = self.progress, self._view, self.cost_class, self.job
+        if (
+            view is not None
+            and self._view_version == cost_class.version
+            and view.next_task.index == progress.next_index
+            and view.last_layout is progress.holder
+        ):
             return view
+        task = self.next_task
         spec, trajectory, limits = job.info.spec, job.trajectory, job.limits
         num_approximate = trajectory.num_approximate_from(task.index) if trajectory.approximate else 0
         remaining_s = costs.remaining_s(cost_class, task, self.num_tasks, num_approximate=num_approximate)
@@ -215,7 +174,7 @@ class JobRecord:
             next_task=task,
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
-            last_layout=self.progress.holder,
+            last_layout=progress.holder,
             uses_cfg=limits.uses_cfg and len(self.batch) == 1,
             max_sequence_degree=limits.max_sequence_degree if len(self.batch) == 1 else 1,
             shape=cost_class.kind,
@@ -230,35 +189,45 @@ class JobRecord:
             saving_s=saving_s,
             may_approximate=num_approximable > 0 and trajectory.variant(task) is not None,
             write_s=cost_class.write_s,
+            num_refined=trajectory.num_refined,
         )
         return self._view
 
-    def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
-        usage, trouble, trajectory = self.usage, self.trouble, self.job.trajectory
+    def use(self, stage: Stage, layout: Layout, event: TaskDone) -> None:
+        """Note what ranks did for it."""
+        outcome, busy_s = self.outcome, event.busy_s
+        if outcome.started_s is None:
+            outcome.started_s = event.started_s
+        outcome.busy_s += busy_s
+        outcome.rank_s += event.rank_s
+        outcome.first_uses_s += busy_s if event.is_first_use else 0.0
+        if peaks := [each.peak_bytes for each in event.times if each.peak_bytes is not None]:
+            outcome.peak_bytes = max(outcome.peak_bytes or 0, *peaks)
+        outcome.timings[stage] = outcome.timings.get(stage, 0.0) + busy_s
+        if self._last_layout != layout:
+            self._last_layout = layout
+            outcome.layouts += (str(layout),)
+
+    def give_up(self, task: Task, *, late_s: float) -> None:
+        """A policy had a step approximated of a job that would have been this late without."""
+        assert task.step is not None
+        why = self.given_up.why
+        if why is None:
+            late = f"it was predicted to end {late_s:.1f} s late"
+            reason = late if late_s > 0 else "other jobs were likely to make it late"
+            why = f"from step {task.step + 1} on, when {reason}"
+        self.given_up = GivenUp(tuple(sorted({*self.given_up.steps, task.step})), why)
+
+    def end(self, *, ended_s: float, error: str | None) -> JobOutcome:
+        outcome, trouble, trajectory = self.outcome, self.trouble, self.job.trajectory
         num_approximate = len(trajectory.approximate) - trajectory.num_approximate_from(self.first_open_index)
-        return JobOutcome(
-            info=self.job.info,
-            status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
-            arrival_s=self.arrival_s,
-            started_s=usage.started_s,
-            ended_s=ended_s,
-            deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
-            busy_s=usage.busy_s,
-            rank_s=usage.rank_s,
-            first_uses_s=usage.first_uses_s,
-            peak_bytes=usage.peak_bytes,
-            layouts=tuple(usage.layouts),
-            error=error,
-            is_refused=trouble.refused is not None and error == trouble.doom,
-            warnings=tuple(trouble.warnings),
-            timings=dict(usage.timings),
-            written=usage.written,
-            files=usage.files,
-            made=usage.made,
-            num_approximate=num_approximate + len(usage.given_up.steps),
-            why_approximate=usage.given_up.why,
-            batch=usage.batch,
-        )
+        outcome.info, outcome.ended_s, outcome.error = self.job.info, ended_s, error
+        outcome.status = "done" if error is None else "cancelled" if trouble.is_cancelled else "failed"
+        outcome.is_refused = trouble.refused is not None and error == trouble.doom
+        outcome.warnings = tuple(trouble.warnings)
+        outcome.num_approximate = num_approximate + len(self.given_up.steps)
+        outcome.why_approximate = self.given_up.why
+        return outcome
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
         """Go back to a failed task; what is queued on its output is void and ends by itself."""
@@ -288,9 +257,11 @@ class JobRecord:
         trouble.failures[task.index] += not is_lost
         if trouble.num_lost_workers >= MAX_LOST_WORKERS:
             trouble.fail(f"{trouble.num_lost_workers} workers died under it: {reason}")
-        if not is_lost and task.index < FIRST_STEP and reason.startswith(_REFUSED):
+        is_last_try = trouble.failures[task.index] >= MAX_TASK_FAILURES
+        is_refusal = reason.startswith(_REFUSED) and (is_last_try or task.index < FIRST_STEP)
+        if not is_lost and (is_refusal or (is_last_try and _OF_SHAPES.match(reason))):
             trouble.refused = task
-        if trouble.failures[task.index] >= MAX_TASK_FAILURES or trouble.refused:
+        if is_last_try or trouble.refused:
             trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:

@@ -69,7 +69,7 @@ class Jobs:
                 point.next_index, producer=made, last_completed=made, made_latents=made
             )
             record.trouble.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
-            record.usage.given_up = point.given_up
+            record.given_up = point.given_up
         self.records[job.job_id] = record
         self._forming.add(record)
         if len(record.batch) > 1:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import RankLost, RankTimes
+from gfgen.runtime.core.events import RankLost
+from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.runtime.ipc.migration import Transfer, plan_transfers
 from gfgen.snapshot import RankView, RunningTask
 

@@ -30,6 +30,8 @@ SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
 LOAD_BYTES_PER_S = 1e9
 """Until ranks have loaded something: a disk that is neither slow nor fast."""
+COPY_BYTES_PER_S = 50e9
+"""The same for models that come back from main memory."""
 
 _CROWDED = "they do not fit together beside the jobs that have come"
 RETRY_LOAD_S = 600.0
@@ -146,12 +148,17 @@ class Residency(Observer):
         self._jobs_at_once = jobs_at_once
         self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
         self.note(jobs)
-        self._bytes_per_s: float | None = None
+        self.kept: Mapping[Path, int] = {}
+        """Bytes of models that come back from main memory when ranks have held them."""
+        self._copied: set[Path] = set()
+        """Those of them that ranks have held."""
+        self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}
+        """Of loading from files, and from main memory."""
         self._changed_s = 0.0
         """When the last change was over."""
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
-        self._lacked_bytes = 0
+        self._lacked: set[Path] = set()
 
     @property
     def is_needed(self) -> bool:
@@ -207,16 +214,20 @@ class Residency(Observer):
     def applied(self, event: Event) -> None:
         match event:
             case ModelsChanged():
-                self._lacked_bytes = self._bytes_of(set(event.models) - self.resident)
+                self._lacked = self._checkpoints_of(event.models) - self._checkpoints_of(self.resident)
                 self.resident = frozenset(event.models)
                 self._changed_s = event.time_s
             case LoadFailed():
                 self.resident -= set(event.models)
             case RankLoaded():
                 self._changed_s = event.time_s
-                self._observe(self._lacked_bytes, event.load_s)
+                copied = self._checkpoints_of(self._needs.keys() & set(event.copied))
+                if self._lacked in (copied, self._lacked - copied):
+                    self._observe(self._lacked, event.load_s, are_copied=bool(copied))
+                self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)
             case RankReady():
-                self._observe(self._bytes_of(self.resident), event.startup_s)
+                self._observe(self._checkpoints_of(self.resident), event.startup_s)
+                self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)
 
     def _reason(self, state: _RunState, now_s: float) -> str | None:
         if state.is_at_rest:
@@ -245,11 +256,13 @@ class Residency(Observer):
 
     def _load_s(self, models: Collection[str]) -> float:
         """How long ranks take to load what they lack of these."""
-        return self._bytes_of(set(models) - self.resident) / (self._bytes_per_s or LOAD_BYTES_PER_S)
+        lacked = self._checkpoints_of(set(models) - self.resident)
+        return sum(self._weights[path] / self._bytes_per_s[path in self._copied] for path in lacked)
 
-    def _observe(self, num_bytes: int, load_s: float) -> None:
+    def _observe(self, checkpoints: Collection[Path], load_s: float, *, are_copied: bool = False) -> None:
+        num_bytes = sum(self._weights[path] for path in checkpoints)
         if load_s > 0 and num_bytes:
-            self._bytes_per_s = num_bytes / load_s
+            self._bytes_per_s[are_copied] = num_bytes / load_s
 
     def _fits(self, models: Collection[str]) -> bool:
         sizes = itertools.chain.from_iterable(self._needs[model].work_bytes for model in models)
@@ -257,4 +270,7 @@ class Residency(Observer):
         return self._bytes_of(models) + work_bytes <= self._room_bytes
 
     def _bytes_of(self, models: Collection[str]) -> int:
-        return sum(self._weights[checkpoint] for checkpoint in {self._needs[m].checkpoint for m in models})
+        return sum(self._weights[checkpoint] for checkpoint in self._checkpoints_of(models))
+
+    def _checkpoints_of(self, models: Iterable[str]) -> set[Path]:
+        return {self._needs[model].checkpoint for model in models}

@@ -13,11 +13,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from gfgen.errors import PolicyFault
 from gfgen.graph import FIRST_STEP, Stage
 from gfgen.layout import ALONE
 from gfgen.runtime.control.batches import batch_peers
-from gfgen.runtime.control.decider import check_types
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.cost import CostClass, CostModel
@@ -46,11 +44,6 @@ class Sharing:
         """The decisions of a turn; a step may wait for a job that comes to its own, to share the next."""
         self._joining = {}
         if not self._reads_s:
-            return decisions
-        try:
-            for each in decisions:
-                check_types(each)
-        except PolicyFault:  # `State.begin` raises it again
             return decisions
         decided = {each.task.job_id for each in decisions}
         waiting = [view for view in snapshot.open.values() if view.job_id not in decided]

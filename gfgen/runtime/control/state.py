@@ -29,6 +29,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.predict.cost import CostModel, JobCosts
 from gfgen.snapshot import Decision, Snapshot
@@ -150,9 +151,7 @@ class State:
 
     def holds_back(self, decision: Decision) -> bool:
         """Whether a decode has to wait for files that are under way, or a job for room for its own."""
-        task = decision.task if isinstance(decision, Decision) else None
-        if not isinstance(task, Task):
-            return False
+        task = decision.task
         if task.index == 0 and (record := self.jobs.records.get(task.job_id)) is not None:
             return record.file_bytes > self.closing.room.left_bytes
         if task.stage is not Stage.DECODE:
@@ -224,7 +223,7 @@ class State:
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
         if batch is not None:
-            record.usage.batch = max(record.usage.batch, min(len(batch), len(record.batch)))
+            record.outcome.batch = max(record.outcome.batch, min(len(batch), len(record.batch)))
         if task.index == 0:
             self.closing.room.left_bytes -= record.file_bytes
         record.flights.append(flight)
@@ -273,11 +272,10 @@ class State:
             record.fail_flight(flight, flight.failure, is_lost=False)
             return self._settle(record)
         dispatch = flight.dispatch
-        task, layout, spent_s = dispatch.task, dispatch.layout, [x.ended_s - x.started_s for x in event.times]
-        busy_s, rank_s, ended_s = max(spent_s), sum(spent_s), max([each.ended_s for each in event.times])
-        record.progress.complete(dispatch.number, ended_s, is_decode=task.stage is Stage.DECODE)
-        record.usage.add(task.stage, layout, event, busy_s=busy_s, rank_s=rank_s)
-        self.shares.serve(record.owner, rank_s)
+        task, layout, busy_s = dispatch.task, dispatch.layout, event.busy_s
+        record.progress.complete(dispatch.number, event.ended_s, is_decode=task.stage is Stage.DECODE)
+        record.use(task.stage, layout, event)
+        self.shares.serve(record.owner, event.rank_s)
         cost_class = self.sharing.class_of(record, dispatch)
         kind = cost_class, task.stage, layout.degrees
         if event.is_first_use:
@@ -288,7 +286,7 @@ class State:
             first_end_s = busy_s if len(event.times) == 1 else event.first_end_s
             self._costs.observe(*kind, busy_s, first_end_s=first_end_s)
         if record.job.trajectory.approximable and task.stage is Stage.APPROXIMATE:
-            record.usage.give_up(task, late_s=dispatch.late_s)
+            record.give_up(task, late_s=dispatch.late_s)
         if task.index + 1 == record.num_tasks:
             self.jobs.writing.add(record.job_id)
         if self._is_looking_ahead:
@@ -296,7 +294,7 @@ class State:
         return self._settle(record)
 
     def _land(
-        self, event: events.TaskDone | events.TaskFailed, times: Sequence[events.RankTimes] = ()
+        self, event: events.TaskDone | events.TaskFailed, times: Sequence[RankTimes] = ()
     ) -> tuple[Flight, JobRecord]:
         """The flight that ends by this event, and its job; neither the job nor its ranks have it any more."""
         flight = self.flights.pop(event.dispatch)
@@ -375,8 +373,8 @@ class State:
         if event.write_s:  # not where another machine writes it
             self._costs.observe_write(record.cost_class, event.write_s)
         if event.size_bytes:  # simulations write nothing
-            record.usage.written = Content(event.size_bytes, event.sha256)
-            record.usage.files, record.usage.made = event.files, event.made
+            record.outcome.written = Content(event.size_bytes, event.sha256)
+            record.outcome.files, record.outcome.made = event.files, event.made
             if event.made and (difference := record.job.info.difference(event.made)):
                 record.trouble.warnings.append(difference)
         return self._end(record, error=None)
@@ -425,7 +423,7 @@ class State:
         self.jobs.remove(record)
         if record.arrived:
             self.shares.leave(record.owner)
-        return (record.outcome(ended_s=self.clock.now_s, error=error),)
+        return (record.end(ended_s=self.clock.now_s, error=error),)
 
     def check(self) -> None:
         """Assert what always holds: after every event in tests, and in runs when idle."""

@@ -180,12 +180,14 @@ def _admit_one(
     info = JobInfo(
         asked=asked,
         spec=run,
-        num_tasks=Trajectory(run.id, run.steps).num_tasks,
+        num_tasks=Trajectory(run.id, run.steps + run.num_refined).num_tasks,
         file=file,
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=geometry.family,
     )
-    has_own_artifacts = run.may_approximate or bool(run.scheduler or run.args or run.sample_bytes > 1)
+    has_own_artifacts = run.may_approximate or bool(
+        run.scheduler or run.args or run.sample_bytes > 1 or run.enlarged
+    )
     key = (model.name, geometry.shape_key(run), has_own_artifacts)
     if (first := alike.get(key)) is None:
         first = alike[key] = AdmittedJob(

@@ -10,30 +10,8 @@ import time
 from gfgen.runtime.core import events
 from gfgen.runtime.core.events import Event
 
-_KIND_ORDER = (
-    events.RankLost,
-    events.RankReady,
-    events.RankLoaded,
-    events.TaskFailed,
-    events.TaskDone,
-    events.FramesLost,
-    events.OutputFailed,
-    events.OutputWritten,
-    events.JobTimedOut,
-    events.JobCancelled,
-    events.JobArrived,
-    events.PriorityChanged,
-    events.PolicyChanged,
-    events.LoadFailed,
-    events.ModelsChanged,
-    events.StopRequested,
-    events.SpaceLeft,
-    events.ClosingTime,
-    events.GraceOver,
-    events.Wakeup,
-)
-"""Order of simultaneous events: ends first, so that a rank that becomes free can take an arriving job."""
-_KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
+_KINDS = {kind: number for number, kind in enumerate(vars(events).values()) if isinstance(kind, type)}
+"""The order of simultaneous events."""
 
 
 class Clock:

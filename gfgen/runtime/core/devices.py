@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.lifeline import output_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,21 +153,12 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
         logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
-    command, env = module_command("gfgen.gfc.cuda.driver"), module_environment()
     try:
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
-        )
-        return tuple(
-            Gpu(name, size, frozenset(peers), (major, minor))
-            for name, size, peers, (major, minor) in json.loads(done.stdout)
-        )
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-    except subprocess.TimeoutExpired:
-        reason = f"the driver did not answer within {_PROBE_TIMEOUT_S:g} s"
-    logger.warning("GPUs cannot be used: %s", reason)
-    return ()
+        found = json.loads(output_of("gfgen.gfc.cuda.driver", timeout_s=_PROBE_TIMEOUT_S))
+    except ChildProcessError as error:
+        logger.warning("GPUs cannot be used: %s", error)
+        return ()
+    return tuple(Gpu(name, size, frozenset(peers), tuple(version)) for name, size, peers, version in found)
 
 
 def _is_torch_for_cpus() -> bool:
@@ -176,3 +166,14 @@ def _is_torch_for_cpus() -> bool:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:
         return True
+
+
+def show_only(gpus: str) -> None:
+    """Hide the other GPUs from this process and its children; numbers are those of `gfgen doctor`."""
+    shown = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    chosen = [part.strip() for part in gpus.split(",")]
+    if len(set(chosen)) < len(chosen) or not all(part.isascii() and part.isdigit() for part in chosen):
+        raise InputError(f"--gpus {gpus}: numbers of GPUs are accepted, such as 0,2")
+    if shown and any(int(part) >= len(shown) for part in chosen):
+        raise InputError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES shows {len(shown)} GPUs, from 0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[int(part)] if shown else part for part in chosen)

@@ -1,12 +1,16 @@
-"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number)."""
+"""All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number).
+
+The kinds are in the order of simultaneous events: ends first, so that a rank that becomes free can take an
+arriving job.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gfgen.runtime.ipc.content import NamedContent
+from gfgen.runtime.ipc.messages import RankTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,43 +18,6 @@ class Event:
     """`time_s` is when the control plane learned of the event."""
 
     time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class JobArrived(Event):
-    job_id: str
-    spec_hash: str = ""
-    seed: int | None = None
-    """Drawn for a job that asks for a random one."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobTimedOut(Event):
-    """A job's timeout has passed: unless the job has ended, its running task is stopped and it fails."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobCancelled(Event):
-    """A job was cancelled: its running task is stopped, and no other task starts."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PriorityChanged(Event):
-    job_id: str
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankReady(Event):
-    """A worker has loaded its models and takes tasks."""
-
-    rank: int
-    incarnation: int
-    startup_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +30,33 @@ class RankLost(Event):
     is_retired: bool = False
 
 
-class RankTimes(NamedTuple):
-    """When one rank ran its part of a dispatch; a tuple, so that the journal writes it as a list."""
+@dataclass(frozen=True, slots=True)
+class RankReady(Event):
+    """A worker has loaded its models and takes tasks."""
 
     rank: int
-    started_s: float
-    ended_s: float
-    """The rank executes nothing else from `started_s` until then."""
-    waited_s: float = 0.0
-    """Wait for the task's input, before `started_s`."""
-    moved_s: float = 0.0
-    """Copy of the input, before `started_s`."""
-    idle_s: float | None = None
-    """From the end of the rank's last task to `started_s`, by the GPU's clock."""
-    peak_bytes: int | None = None
-    """Peak of torch's memory on its GPU."""
-    is_first_use: bool = False
-    """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which the rank recorded graphs for it."""
+    incarnation: int
+    startup_s: float
 
-    @property
-    def busy_s(self) -> float:
-        return self.ended_s - self.started_s
+
+@dataclass(frozen=True, slots=True)
+class RankLoaded(Event):
+    """A rank holds the models of the last change and takes tasks again."""
+
+    rank: int
+    load_s: float
+    copied: tuple[str, ...] = ()
+    """The models that came back from main memory, where a copy is kept (models/streaming/keeping.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed(Event):
+    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
+
+    dispatch: int
+    reason: str
+    void: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +97,20 @@ class TaskDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFailed(Event):
-    """A dispatch failed: a rank raised or died (`lost`), or what it depends on failed (`void`)."""
+class FramesLost(Event):
+    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
 
-    dispatch: int
+    job_id: str
     reason: str
-    void: bool = False
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFailed(Event):
+    """A job's frames could not be encoded or written."""
+
+    job_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +131,44 @@ class OutputWritten(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFailed(Event):
-    """A job's frames could not be encoded or written."""
+class JobTimedOut(Event):
+    """A job's timeout has passed: unless the job has ended, its running task is stopped and it fails."""
 
     job_id: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class FramesLost(Event):
-    """A decode has run, but its rank failed to copy the frames, or died (`lost`): it runs again."""
+class JobCancelled(Event):
+    """A job was cancelled: its running task is stopped, and no other task starts."""
 
     job_id: str
-    reason: str
-    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobArrived(Event):
+    job_id: str
+    spec_hash: str = ""
+    seed: int | None = None
+    """Drawn for a job that asks for a random one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityChanged(Event):
+    job_id: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged(Event):
     policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """No rank can load this one model: ranks no longer hold it, and its jobs fail."""
+
+    models: Sequence[str]
     reason: str
 
 
@@ -186,22 +183,6 @@ class ModelsChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoaded(Event):
-    """A rank holds the models of the last change and takes tasks again."""
-
-    rank: int
-    load_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed(Event):
-    """No rank can load this one model: ranks no longer hold it, and its jobs fail."""
-
-    models: Sequence[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class StopRequested(Event):
     """A signal stops the run at the next task boundaries."""
 
@@ -209,15 +190,15 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ClosingTime(Event):
-    """The closing time has come, or nothing left fits before it."""
-
-
-@dataclass(frozen=True, slots=True)
 class SpaceLeft(Event):
     """What is free on the disk of the output folder, while that may not hold the files of all jobs."""
 
     free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingTime(Event):
+    """The closing time has come, or nothing left fits before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from random import Random
 from typing import Any
 
 from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone
@@ -15,8 +14,7 @@ from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import MAX_NAMED, in_words, size_in_words
 
 MAX_LATENCIES = 10_000
-"""So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
-thousand, the 95th is between the 94.5th and the 95.5th of all jobs in 98 of 100 cases."""
+"""Percentiles are those of this many jobs, the last ones."""
 ALL_TAGS = "all"
 PERCENTILES_FROM = 100
 """Jobs; the 99th percentile of fewer is their maximum."""
@@ -31,7 +29,7 @@ class Latency:
     p95_s: float
     p99_s: float
     is_sampled: bool = False
-    """The percentiles (not the mean) are those of a sample of MAX_LATENCIES jobs."""
+    """The percentiles (not the mean) are those of the last MAX_LATENCIES jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,14 @@ class Summary:
     makespan_s: float = 0.0
     """From the first arrival to the last end of a job, or of a task where jobs are unfinished."""
     latency: Latency | None = None
-    deadlines: Attainment | None = None
     deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
-    busy_s: tuple[float, ...] = ()
-    """By rank: executing tasks."""
-    waited_s: tuple[float, ...] = ()
-    """By rank: holding a task whose input was not there yet."""
-    moved_s: tuple[float, ...] = ()
-    """By rank: copying a task's input."""
+    num_ranks: int = 0
+    busy_s: float = 0.0
+    """Of all ranks: executing tasks."""
+    waited_s: float = 0.0
+    """Of all ranks: holding a task whose input was not there yet."""
+    moved_s: float = 0.0
+    """Of all ranks: copying a task's input."""
     num_model_changes: int = 0
     load_s: float = 0.0
     """Of a rank's time, on average: loading models at these changes."""
@@ -81,6 +79,12 @@ class Summary:
     def num_jobs(self) -> int:
         num_ended = self.num_done + self.num_failed + self.num_cancelled + self.num_skipped
         return num_ended + self.num_unfinished
+
+    @property
+    def deadlines(self) -> Attainment | None:
+        """Of the jobs of all tags; None if none had a deadline."""
+        tags = self.deadlines_by_tag.values()
+        return Attainment(sum(x.num_met for x in tags), sum(x.num_jobs for x in tags)) if tags else None
 
     @property
     def utilisation(self) -> float:
@@ -115,9 +119,9 @@ class Summary:
             lines.append(line)
         if self.deadlines:
             lines.append(f"deadlines  {self._deadlines_met()}")
-        if self.makespan_s > 0 and self.busy_s:
+        if self.makespan_s > 0 and self.num_ranks:
             lines.append(
-                f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
+                f"ranks      {self.num_ranks}, {self.utilisation:.0%} busy, "
                 f"{self.waited_share:.1%} waiting for input, {self.moved_share:.1%} moving it"
             )
         if self.num_model_changes:
@@ -164,10 +168,10 @@ class Summary:
                 tag: {"met": met.num_met, "jobs": met.num_jobs, "share": met.fraction}
                 for tag, met in self.attained.items()
             },
-            "num_ranks": len(self.busy_s),
+            "num_ranks": self.num_ranks,
             "utilisation": self.utilisation,
             "waited_share": self.waited_share,
-            "moved_s": sum(self.moved_s),
+            "moved_s": self.moved_s,
             "moved_share": self.moved_share,
             "memory": {
                 "host_bytes": max((use.host_bytes for use in self.memory.values()), default=None),
@@ -176,9 +180,9 @@ class Summary:
             "policy_fault": self.policy_fault,
         }
 
-    def _share(self, by_rank: Sequence[float]) -> float:
-        total_s = len(by_rank) * self.makespan_s
-        return sum(by_rank) / total_s if total_s > 0 else 0.0
+    def _share(self, seconds: float) -> float:
+        total_s = self.num_ranks * self.makespan_s
+        return seconds / total_s if total_s > 0 else 0.0
 
     def _counts(self) -> str:
         counts = {
@@ -216,13 +220,12 @@ class Metrics(Observer):
         self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = 0
         self._num_ended: Counter[str] = Counter()
         self._failures: list[str] = []
-        self._latencies = _Latencies()
+        self._latency_s = 0.0
+        self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._num_due: Counter[str] = Counter()
         self._num_met: Counter[str] = Counter()
         """By tag: jobs with a deadline, and those of them that met it."""
-        self._busy_s: dict[int, float] = defaultdict(float)
-        self._waited_s: dict[int, float] = defaultdict(float)
-        self._moved_s: dict[int, float] = defaultdict(float)
+        self._busy_s = self._waited_s = self._moved_s = 0.0
         self._first_s, self._last_s = math.inf, 0.0
         """The first arrival of a job that has ended, and the last end."""
         self._load_s = 0.0
@@ -238,10 +241,11 @@ class Metrics(Observer):
         if isinstance(event, TaskDone):
             self._num_tasks += 1
             for times in event.times:
+                self._num_ranks = max(self._num_ranks, times.rank + 1)
                 self._last_s = max(self._last_s, times.ended_s)
-                self._busy_s[times.rank] += times.ended_s - times.started_s
-                self._waited_s[times.rank] += times.waited_s
-                self._moved_s[times.rank] += times.moved_s
+                self._busy_s += times.ended_s - times.started_s
+                self._waited_s += times.waited_s
+                self._moved_s += times.moved_s
         elif isinstance(event, ModelsChanged):
             self._num_model_changes += 1
         elif isinstance(event, RankLoaded):
@@ -254,7 +258,8 @@ class Metrics(Observer):
         self._first_s = min(self._first_s, outcome.arrival_s)
         self._last_s = max(self._last_s, outcome.ended_s)
         if outcome.status == "done":
-            self._latencies.add(outcome.ended_s - outcome.arrival_s)
+            self._latency_s += outcome.ended_s - outcome.arrival_s
+            self._latencies_s.append(outcome.ended_s - outcome.arrival_s)
         elif outcome.status == "failed" and len(self._failures) < MAX_NAMED:
             self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
         if outcome.met_deadline is not None:
@@ -268,7 +273,6 @@ class Metrics(Observer):
     def summary(self) -> Summary:
         num_skipped, num_ended = self._num_ended["skipped"], self._num_ended.total()
         by_tag = {tag: Attainment(self._num_met[tag], num_due) for tag, num_due in self._num_due.items()}
-        ranks = range(max(self._num_ranks, *(rank + 1 for rank in self._busy_s), 0))
         return Summary(
             num_done=self._num_ended["done"],
             num_failed=self._num_ended["failed"],
@@ -278,49 +282,27 @@ class Metrics(Observer):
             num_unfinished=max(0, self._num_jobs - (num_ended - num_skipped)),
             num_tasks=self._num_tasks,
             makespan_s=self._last_s - self._first_s if num_ended > num_skipped else 0.0,
-            latency=self._latencies.summary(),
-            deadlines=Attainment(self._num_met.total(), self._num_due.total()) if by_tag else None,
+            latency=self._latency(),
             deadlines_by_tag=by_tag,
-            busy_s=tuple(self._busy_s[rank] for rank in ranks),
-            waited_s=tuple(self._waited_s[rank] for rank in ranks),
-            moved_s=tuple(self._moved_s[rank] for rank in ranks),
+            num_ranks=self._num_ranks,
+            busy_s=self._busy_s,
+            waited_s=self._waited_s,
+            moved_s=self._moved_s,
             num_model_changes=self._num_model_changes,
             load_s=self._load_s / max(1, self._num_ranks),
             memory=self._memory,
         )
 
-
-class _Latencies:
-    """The first MAX_LATENCIES, then a random sample (Vitter, "Random sampling with a reservoir", 1985)."""
-
-    def __init__(self) -> None:
-        self.num_jobs = 0
-        self._sum_s = 0.0
-        self._kept_s: list[float] = []
-        self._random = Random(0)  # the same run has the same numbers
-
-    def add(self, latency_s: float) -> None:
-        self.num_jobs += 1
-        self._sum_s += latency_s
-        if len(self._kept_s) < MAX_LATENCIES:
-            self._kept_s.append(latency_s)
-        elif (place := self._random.randrange(self.num_jobs)) < MAX_LATENCIES:
-            self._kept_s[place] = latency_s
-
-    def summary(self) -> Latency | None:
+    def _latency(self) -> Latency | None:
         """None where no job is done."""
-        if not self.num_jobs:
+        if not (num_done := self._num_ended["done"]):
             return None
-        return Latency(
-            mean_s=self._sum_s / self.num_jobs,
-            p50_s=percentile(self._kept_s, 50),
-            p95_s=percentile(self._kept_s, 95),
-            p99_s=percentile(self._kept_s, 99),
-            is_sampled=self.num_jobs > len(self._kept_s),
-        )
+        p50_s, p95_s, p99_s = (percentile(self._latencies_s, percent) for percent in (50, 95, 99))
+        is_sampled = num_done > len(self._latencies_s)
+        return Latency(self._latency_s / num_done, p50_s, p95_s, p99_s, is_sampled)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def percentile(values: Iterable[float], percent: float) -> float:
     """Linear between the two nearest values, as numpy's default."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100

@@ -54,16 +54,20 @@ class JobInfo:
     def difference(self, made: tuple[int, int, int]) -> str | None:
         """How frames, height and width of its files differ from those that it ran with; None if equal."""
         frames, height, width = made
-        asked = (self.spec.frames or 1, self.spec.height or height, self.spec.width or width)
+        own = self.spec.made_size
+        asked = (self.spec.frames or 1, own[1] or height, own[0] or width)
         if (frames, height, width) == asked:
             return None
         wanted = f"{self.spec.size_text} with {self.spec.frames or 1} frames"
         return f"the model made {width}x{height} with {frames} frames, not {wanted}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobOutcome:
-    """How a job ended. Times are seconds since the start of the run, or 0 if it never was part of it."""
+    """How a job ended; its record collects this while it runs.
+
+    Times are seconds since the start of the run, or 0 if it never was part of it.
+    """
 
     info: JobInfo
     status: OutcomeStatus
@@ -96,6 +100,10 @@ class JobOutcome:
     """Why a policy had steps approximated; None if none did."""
     batch: int = 1
     """The most jobs, this one included, that a step of it was computed with."""
+
+    @property
+    def job_id(self) -> str:
+        return self.info.job_id
 
     @property
     def file_names(self) -> list[str]:

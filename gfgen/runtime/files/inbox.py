@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gfgen.errors import Problem, listed
+from gfgen.job.inputs import MAX_FILE_BYTES
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
@@ -42,8 +43,6 @@ SETTLED_S = 1.0
 UNFINISHED_S = 30.0
 """The same for a file whose last line has no end."""
 LOOK_S = 0.5
-MAX_FILE_BYTES = 2**28
-"""A watched file is read into memory; 256 MiB hold a million jobs."""
 
 AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
@@ -87,7 +86,7 @@ class Inbox(Observer):
         """By key of an output name: the key of the job that writes it."""
         self._taken: set[tuple[str, str]] = set()
         """Name and content of the files that this process has taken."""
-        self._before = _read_taken(self.output_dir / WATCHED_NAME)
+        self._before = read_taken(self.output_dir / WATCHED_NAME)
         self._record = LineFile(self.output_dir / WATCHED_NAME)
         self._is_missing = False
         self._found: queue.SimpleQueue[list[AdmittedJob] | Exception] = queue.SimpleQueue()
@@ -325,14 +324,10 @@ def _is_job_file(name: str) -> bool:
     return name.lower().endswith(JOB_FILE_SUFFIXES) and not is_hidden and not name.endswith(REPORT_SUFFIX)
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path) -> bytes:
+    """The content, and of a file that is too large so much that reading its jobs refuses it."""
     with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) <= MAX_FILE_BYTES:
-        return content
-    accepted = f"the file has more than {MAX_FILE_BYTES // 2**20} MiB; split it"
-    _report(path, [Problem(None, None, None, accepted)], is_refused=True)
-    return None
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> None:
@@ -354,7 +349,7 @@ def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> Non
         logger.error("%s: %s", path.name, line)
 
 
-def _read_taken(path: Path) -> dict[tuple[str, str], None]:
+def read_taken(path: Path) -> dict[tuple[str, str], None]:
     """Name and content hash of the files that earlier runs took, in that order."""
     taken: dict[tuple[str, str], None] = {}
     for number, line in enumerate(read_from(path).split(b"\n"), start=1):

@@ -119,6 +119,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     if outcome.batch > 1:
         entry["batch"] = outcome.batch
     given = {name: getattr(spec, name) for name in ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse")}
+    given["first_pass"] = {"width": spec.width, "height": spec.height} if spec.enlarged else None
     given["steps_reused"] = outcome.num_approximate if spec.may_approximate else None
     given["why_reused"] = outcome.why_approximate
     entry |= {name: value for name, value in given.items() if value is not None}
@@ -209,7 +210,8 @@ def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool
 
 
 def _shape(spec: JobSpec) -> ManifestLine:
-    return {"width": spec.width, "height": spec.height, "frames": spec.frames, "fps": spec.fps}
+    width, height = spec.enlarged or (spec.width, spec.height)
+    return {"width": width, "height": height, "frames": spec.frames, "fps": spec.fps}
 
 
 def _made(outcome: JobOutcome) -> ManifestLine:

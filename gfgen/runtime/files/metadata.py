@@ -28,7 +28,7 @@ def describe(spec: JobSpec, *, weights: str | None = None) -> dict[str, Any]:
         fields["format"] = format_of(suffix, "image") or format_of(suffix, "video")
     for name in ("image", "files", "lora"):  # pictures are shared, folders are private
         if name in fields:
-            fields[name] = _texts_by(lambda path: PurePath(path).name, fields[name])
+            fields[name] = texts_by(lambda path: PurePath(path).name, fields[name])
     return fields if weights is None else fields | {_WEIGHTS: weights}
 
 
@@ -73,7 +73,7 @@ def from_json(text: str) -> dict[str, Any]:
 
 def clean(metadata: Metadata) -> Metadata:
     """Remove what files cannot hold: NUL, and lone surrogates, which JSON may contain."""
-    return {name: _texts_by(_writable, value) for name, value in metadata.items()}
+    return {name: texts_by(_writable, value) for name, value in metadata.items()}
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:
@@ -96,9 +96,10 @@ def _in_text(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False) if re.search('[,:"\n]|^$', text) else text
 
 
-def _texts_by(change: Callable[[str], str], value: Any) -> Any:
+def texts_by(change: Callable[[str], str], value: Any) -> Any:
+    """A JSON value with all of its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: _texts_by(change, inner) for name, inner in value.items()}
-    return [_texts_by(change, inner) for inner in value] if isinstance(value, list) else value
+        return {name: texts_by(change, inner) for name, inner in value.items()}
+    return [texts_by(change, inner) for inner in value] if isinstance(value, list) else value

@@ -23,7 +23,6 @@ from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import (
     IMAGE_SUFFIXES,
     SHRINKS,
-    STILL_SUFFIXES,
     Content,
     name_file,
     temporary_name,
@@ -94,12 +93,14 @@ def write_output(
 
     Raises: OutputError, which says what to do; `path` is then unchanged.
     """
-    _check(frames, path, fps)
-    metadata = labels.clean(metadata)
+    is_video, metadata = path.suffix.lower() in VIDEO_SUFFIXES, labels.clean(metadata)
+    assert is_video or path.suffix.lower() in IMAGE_SUFFIXES, path
+    assert frames.ndim == 4, frames.shape
+    assert frames.shape[3] in ((3,) if is_video else (3, 4)), frames.shape
     temporary = temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix.lower() in VIDEO_SUFFIXES:
+        if is_video:
             _write_video(frames, temporary, fps=fps or 1, metadata=metadata, sound=sound)
         else:
             _write_image(frames, temporary, fps=fps or 1, metadata=metadata, place=place)
@@ -122,21 +123,6 @@ def read_metadata(path: Path) -> dict[str, Any]:
     except (OSError, SyntaxError) as error:
         raise OutputError(f"cannot read {path}: {error}") from error
     return labels.from_json(text)
-
-
-def _check(frames: Frames, path: Path, fps: float | None) -> None:
-    suffix = path.suffix.lower()
-    channels = (3,) if suffix in VIDEO_SUFFIXES else (3, 4)
-    dtypes = (np.uint8, np.uint16) if suffix == ".png" else (np.uint8,)
-    if frames.ndim != 4 or frames.shape[3] not in channels or frames.dtype not in dtypes or frames.size == 0:
-        raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
-    if suffix in VIDEO_SUFFIXES and fps is None:
-        raise OutputError(f"{path}: a video needs fps, got none")
-    if suffix in STILL_SUFFIXES and len(frames) > 1:
-        raise OutputError(f"{path}: {len(frames)} frames do not fit an image; name it .mp4 or .webm")
-    if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
-        accepted = ", ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
-        raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
 def _write_image(

@@ -29,20 +29,21 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, 
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
+    WATCHED_NAME,
     ManifestLine,
+    check_own,
     is_finished,
     of_each_file,
     read_files,
     read_manifest,
 )
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
+from gfgen.system.linefile import check_appendable
 
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
 _WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
-_SUFFIX_LENGTHS = (6, 12, 64)
-"""Hex digits of a hash. More are used only if another job file has a folder with the shorter suffix."""
 
 
 def job_file_name(source: Path | None, output_dir: Path) -> str:
@@ -52,16 +53,25 @@ def job_file_name(source: Path | None, output_dir: Path) -> str:
     return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
 
 
+def check_records(output_dir: Path) -> None:
+    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines, or if
+    this user may not append to them, before ranks start."""
+    for name in (MANIFEST_NAME, WATCHED_NAME):
+        check_own(output_dir / name)
+    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
+        check_appendable(output_dir / name)
+
+
 def default_folder(parent: Path, name: str, source: Path | None) -> Path:
     """The folder of this job file: `parent`/`name`, with a suffix if that belongs to another job file."""
     job_file = job_file_name(source, parent / name)
     digest = hashlib.sha256(job_file.encode("utf-8", "surrogateescape")).hexdigest()
-    folders = [parent / name, *(parent / f"{name}-{digest[:length]}" for length in _SUFFIX_LENGTHS)]
-    owners = [_owner(folder) for folder in folders]
-    for folder, owner in zip(folders, owners, strict=True):
+    own = parent / f"{name}-{digest[:6]}"
+    owners = {folder: _owner(folder) for folder in (parent / name, own)}
+    for folder, owner in owners.items():
         if owner is not None and (owner == job_file or owner.startswith(f"{job_file}/")):
             return folder
-    return next((folder for folder, owner in zip(folders, owners, strict=True) if owner is None), folders[-1])
+    return next((folder for folder, owner in owners.items() if owner is None), own)
 
 
 def _owner(folder: Path) -> str | None:
@@ -344,9 +354,7 @@ def _replaceable(
             f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
         )
     lines = [
-        line
-        for line in (read_mark(path), _line_of(str(path.relative_to(output_dir)), files))
-        if line is not None
+        line for line in (read_mark(path), files.get(str(path.relative_to(output_dir)))) if line is not None
     ]
     if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
         return content
@@ -355,12 +363,6 @@ def _replaceable(
     who = _who(lines[-1], output_dir)
     what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
     return f"{what} {who} made it; {_WHAT_TO_DO}"
-
-
-def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | None:
-    """The manifest's line of a file. Case may differ, because some file systems ignore it."""
-    key = name_key(name)
-    return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:

@@ -59,6 +59,7 @@ class SetModels:
     """After earlier tasks, hold only the models of these checkpoints; answer `ModelsSet`."""
 
     checkpoints: tuple[str, ...]
+    kept: tuple[str, ...] = ()  # others that may come back from main memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,26 +197,41 @@ class ModelsSet:
 
     load_s: float
     read_bytes_per_s: float = 0.0  # as in `WorkerReady`
+    copied: tuple[str, ...] = ()  # the checkpoints that came back from main memory
+
+
+class RankTimes(NamedTuple):
+    """When one rank ran its part of a dispatch; a tuple, so that the journal writes it as a list."""
+
+    rank: int
+    started_s: float
+    ended_s: float
+    """The rank executes nothing else from `started_s` until then."""
+    waited_s: float = 0.0
+    """Wait for the task's input, before `started_s`."""
+    moved_s: float = 0.0
+    """Copy of the input, before `started_s`."""
+    idle_s: float | None = None
+    """On a GPU, by its clock: from the end of the rank's last task to `started_s`."""
+    peak_bytes: int | None = None
+    """On a GPU: the most that torch had allocated while the task was launched."""
+    is_first_use: bool = False
+    """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
+    prepared_s: float = 0.0
+    """The part of `waited_s` in which the rank recorded graphs for it."""
+
+    @property
+    def busy_s(self) -> float:
+        return self.ended_s - self.started_s
 
 
 class TaskReport(NamedTuple):
     """A task has run and its output is published."""
 
     number: int
-    started_s: float
-    ended_s: float
-    waited_s: float
-    moved_s: float
+    times: RankTimes
     do_frames_follow: bool = False
     """Its frames are still being copied to the writer's memory; `FramesStored` follows."""
-    idle_s: float | None = None
-    """On a GPU, by its clock: from the end of the previous task to the start of this one."""
-    peak_bytes: int | None = None
-    """On a GPU: the most that torch had allocated while the task was launched."""
-    is_first_use: bool = False
-    """Nothing of its kind had run in the process, or the process recorded graphs for it."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which it recorded them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class RankSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Of models with streamed blocks, by checkpoint."""
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the models that take turns, and of which main memory has a copy, by checkpoint."""
     patch_copies_on_host: tuple[str, ...] = ()
     """On a GPU: models of which host memory has the copies of the weights that patches change."""
     trusts_code: bool = False

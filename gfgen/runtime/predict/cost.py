@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from gfgen.graph import FIRST_STEP, Stage, Task
+from gfgen.graph import FIRST_STEP, STEPS, Stage, Task
 from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
@@ -121,6 +121,8 @@ class CostClass:
     shared: ModelTimes = field(repr=False)
     reads_s: tuple[float, ...] = (0.0, 0.0)
     """How long a step reads streamed blocks: on one rank, and with a rank for each branch."""
+    num_refined: int = 0
+    """The last steps of each of its jobs that are of a second pass."""
     kind: str = field(init=False)
     """The shape, in words that tell batches of different sizes apart."""
     measured: dict[_Key, Recent] = field(default_factory=dict)
@@ -203,6 +205,7 @@ class CostModel:
                 limits=job.limits,
                 batch=batch,
             )
+            found.num_refined = job.trajectory.num_refined
             found.reads_s = tuple([number * self.reads_s.get(name, 0.0) for number in job.num_reads])
             for way in [way for *what, way in self._warm if what == [name, shape]]:
                 found.warm |= {(Stage.DENOISE, way), (Stage.DECODE, (1, math.prod(way), 1))}
@@ -322,7 +325,7 @@ class CostModel:
             return rest_s
         on = degrees or ALONE
         bands = 1 if on == ALONE else self.arrangement(cost_class).decodes[math.prod(on) - 1]
-        own = {Stage.DENOISE: on, Stage.APPROXIMATE: on, Stage.DECODE: (1, bands, 1)}
+        own = {**dict.fromkeys(STEPS, on), Stage.DECODE: (1, bands, 1)}
 
         def stage_s(stage: Stage) -> float:
             if degrees is not None:
@@ -335,7 +338,9 @@ class CostModel:
             rest_s = stage_s(Stage.DENOISE)
         else:
             num_steps = min(num_tasks - task.index - 1, num_tasks - 3) - num_approximate
-            rest_s = num_steps * stage_s(Stage.DENOISE)
+            num_refined = min(num_steps, cost_class.num_refined)
+            rest_s = (num_steps - num_refined) * stage_s(Stage.DENOISE)
+            rest_s += num_refined * stage_s(Stage.REFINE) if num_refined else 0.0
             rest_s += num_approximate * stage_s(Stage.APPROXIMATE) if num_approximate else 0.0
             rest_s += stage_s(Stage.DECODE)
             for stage in (Stage.PREPARE, Stage.ENCODE)[: max(0, 2 - task.index)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,11 @@ class StepTimes:
         return self._least[key]
 
     def _on(self, cost_class: CostClass, degrees: Degrees) -> tuple[float, bool]:
-        estimate = self._costs.estimate(cost_class, Stage.DENOISE, degrees)
+        stage = Stage.REFINE if cost_class.num_refined else Stage.DENOISE
+        estimate = self._costs.estimate(cost_class, stage, degrees)
         if estimate.provenance is not Provenance.GUESSED:
             return estimate.seconds, False
-        return cost_class.flops[Stage.DENOISE] / self._most_flops_per_s, True
+        return cost_class.flops[stage] / self._most_flops_per_s, True
 
 
 def beyond(
@@ -81,11 +83,11 @@ def beyond(
 ) -> Iterator[tuple[AdmittedJob, Problem]]:
     """A problem for each bound that a job exceeds; it names the option that raises the bound."""
     for job in jobs:
-        spec = job.spec
+        spec, num_steps = job.spec, job.trajectory.num_steps
         numbers = (
-            ("size", spec.size_text, (spec.width or 0) * (spec.height or 0), bounds.pixels),
+            ("size", spec.size_text, math.prod(spec.made_size), bounds.pixels),
             ("frames", str(spec.frames), spec.frames or 0, bounds.frames),
-            ("steps", str(spec.steps), spec.steps or 0, bounds.steps),
+            ("steps", str(num_steps), num_steps, bounds.steps),
         )
         for field, shown, number, most in numbers:
             if most is not None and number > most:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -152,17 +151,6 @@ def interquartile_range(values: Collection[float]) -> float:
 def _known(content: dict[str, Any]) -> dict[str, Any]:
     """Without null values, empty tables and the default basis."""
     return {k: v for k, v in content.items() if v not in (None, {}) and (k, v) != ("basis", "measured")}
-
-
-def write_whole(text: str, path: Path) -> None:
-    """Write the whole file or nothing. Raises: OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_text(text)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def load_profile(path: Path) -> Profile:

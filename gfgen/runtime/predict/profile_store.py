@@ -12,7 +12,7 @@ For a GPU without a shipped profile, those of another GPU are scaled by what bot
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import logging
 import statistics
@@ -37,10 +37,10 @@ from gfgen.runtime.predict.profile_file import (
     interquartile_range,
     load_profile,
     profile_of,
-    write_whole,
 )
 from gfgen.runtime.predict.scaling import calibrated_speed, of_another_gpu, scaled_profile, speed_by_runs
-from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
+from gfgen.system.linefile import write_whole
+from gfgen.system.machine import cache_dir, cpu_name, file_stem, locked, versions
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ MAX_ROWS = 500
 """About 150 KB; the rows with the oldest measurements are dropped first."""
 MAX_WEIGHT = 64
 """The most samples that earlier measurements count as, so that a row follows the machine."""
+LOCK_S = 60.0
+"""How long to wait for other runs that merge theirs."""
 FAR_APART = 2.0
 """Medians of one task that differ by more than this factor are not measurements of the same."""
 
@@ -167,8 +169,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
     if path.is_file():
         profile = _with_rows_of(profile, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(profile.as_json(), path)
+        write_whole(path, profile.as_json())
     except OSError as error:
         raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
     return profile
@@ -184,7 +185,7 @@ def export_times(path: Path) -> Sequence[Profile]:
         _exported(path)
     content = {"gfgen_times": FORMAT, "profiles": [json.loads(each.as_json()) for each in profiles]}
     try:
-        write_whole(json.dumps(content), path)
+        write_whole(path, json.dumps(content))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return profiles
@@ -219,13 +220,9 @@ def check_replaceable(path: Path) -> None:
     """Raises: InputError if the file exists and is not a profile of any format, since it would be lost."""
     if not path.is_file():
         return
-    try:
-        text = path.read_text()
-        content = json.loads(text) if text else {}
-    except OSError as error:
-        raise InputError(f"--output {path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        content = None
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text() or "{}")
     if not isinstance(content, dict) or (content and not {"format", "rows"} <= content.keys()):
         raise InputError(f"--output {path}: exists and is not a profile; name another file")
 
@@ -255,12 +252,10 @@ def keep_measured(
     if not rows and not any(facts.values()):
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".{path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path.with_name(f".{path.name}.lock"), timeout_s=LOCK_S):
             today = time.strftime("%Y-%m-%d")
             profile = Profile(device, today, BY_RUNS, num_ranks, tuple(rows), versions=versions(), **facts)
-            write_whole(_merged(path, profile).as_json(), path)
+            write_whole(path, _merged(path, profile).as_json())
     except (OSError, InputError) as error:
         logger.warning("this run's measurements are not kept for plans: %s", error)
 

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,15 +15,15 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees
+from gfgen.runtime.core.devices import DEFAULT_CPU_RANKS
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, write_whole
-from gfgen.system.lifeline import module_command, module_environment
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.system.lifeline import output_of
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir, cpu_name, file_stem, versions
 
 logger = logging.getLogger(__name__)
 
-USUAL_RANKS = 4
-"""Default number of CPU ranks, which share the cores."""
 TFLOPS = {
     "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H20": 148, "B200": 2250, "B300": 2250,
     "A100": 312, "A800": 312, "A40": 150, "A10": 125, "A6000": 155, "6000 Ada": 364, "L40S": 362, "L40": 181,
@@ -47,7 +46,7 @@ class Speed:
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
-    return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
+    return replace(profile, device=device, num_ranks=DEFAULT_CPU_RANKS, rows=tuple(rows), calibration_s=None)
 
 
 def of_another_gpu(profile: Profile, device: str) -> Profile:
@@ -71,8 +70,8 @@ def _tflops(device: str) -> float:
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:
     """The degrees in which ranks share a task of this stage."""
-    alone, bands = [ALONE], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
-    branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
+    alone, bands = [ALONE], [(1, number, 1) for number in range(2, DEFAULT_CPU_RANKS + 1)]
+    branches = [(2, number, 1) for number in range(1, DEFAULT_CPU_RANKS // 2 + 1)]
     return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
 
 
@@ -120,7 +119,7 @@ def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
 
 def _share_of_core() -> float:
     """The number of the usual ranks that share a core."""
-    return max(1.0, USUAL_RANKS / _num_cores())
+    return max(1.0, DEFAULT_CPU_RANKS / _num_cores())
 
 
 def _num_cores() -> int:
@@ -129,15 +128,12 @@ def _num_cores() -> int:
 
 @cache
 def _measured() -> dict[str, Any] | None:
-    num_threads = min(USUAL_RANKS, _num_cores())
-    command = module_command("gfgen.models.families.calibration", str(num_threads))
+    num_threads = min(DEFAULT_CPU_RANKS, _num_cores())
     logger.info("calibrating the speed of this machine, once")
     try:
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=module_environment()
-        )
-        return _checked({**json.loads(done.stdout), "versions": versions()})
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = output_of("gfgen.models.families.calibration", str(num_threads), timeout_s=_TIMEOUT_S)
+        return _checked({**json.loads(said), "versions": versions()})
+    except (OSError, ValueError) as error:
         logger.warning("this machine could not be calibrated: %s", error)
         return None
 
@@ -160,7 +156,6 @@ def _checked(content: Any) -> dict[str, Any] | None:
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json.dumps(content), path)
+        write_whole(path, json.dumps(content))
     except OSError as error:
         logger.info("the calibration is not kept: %s", error)

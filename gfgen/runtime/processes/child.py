@@ -138,6 +138,7 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     load_s: float
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ class RankProcess(Child):
     """What it prepares between tasks; it is told when it serves."""
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
+    copied: tuple[str, ...] = ()  # as in `ModelsSet`, of that change
     has_joined: bool = False
     jobs: set[str] = field(default_factory=set)
     is_to_blame: bool = True
@@ -285,6 +287,8 @@ class RankProcess(Child):
             case messages.ModelsSet() | messages.WarmedUp() if self.phase is Phase.PREPARING:
                 self.requests.popleft()
                 self.loading = None
+                if isinstance(message, messages.ModelsSet):
+                    self.copied = message.copied
                 if self.load_s is not None:
                     self.load_s += (
                         message.load_s if isinstance(message, messages.ModelsSet) else message.seconds
@@ -331,7 +335,7 @@ class RankProcess(Child):
         self.enter(Phase.SERVING)
         became: list[Joined | Loaded] = [] if self.has_joined else [Joined()]
         if self.load_s is not None:
-            became.append(Loaded(self.load_s))
+            became.append(Loaded(self.load_s, self.copied))
         self.has_joined, self.load_s = True, None
         self.prepare_later(())
         return became

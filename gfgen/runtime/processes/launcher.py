@@ -43,10 +43,6 @@ PRELOADS = {
 }
 """By device: what the fork server imports before it forks the first process. Ranks on GPUs import diffusers
 themselves, at the same time, so no fork inherits what it asks CUDA."""
-MAX_FORKS = 3
-"""Tries to start a process if it, or the fork server, is killed during its start."""
-
-
 _BY_DESCRIPTOR = "/proc/self/fd/"
 
 
@@ -94,30 +90,18 @@ class Launcher:
         return self._start(f"writer {idx}", self._writer_main)
 
     def _start(self, name: str, target: str, *settings: WorkerSettings) -> tuple[BaseProcess, Channel]:
-        tries_left = MAX_FORKS
-        while True:
-            tries_left -= 1
-            try:
-                return self._fork(name, target, settings)
-            except (OSError, EOFError) as error:
-                reason = machine.why_killed(self._oom_kills) or error
-                if not tries_left or not isinstance(error, ConnectionError | EOFError):
-                    raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
-                logger.warning("%s was killed as it was started (%s); it is started again", name, reason)
-
-    def _fork(
-        self, name: str, target: str, settings: tuple[WorkerSettings, ...]
-    ) -> tuple[BaseProcess, Channel]:
-        """Try once. If this fails and the process has begun, it ends with its channel."""
         ensure_fork_server(self._keep_fds)  # it may have died
         ours, theirs = Channel.pair()
         arguments = (target, theirs, *settings)
         process = self._context.Process(target=_enter, args=arguments, name=f"gfgen {name}", daemon=True)
         try:
             process.start()
-        except BaseException:
+        except BaseException as error:  # if the process has begun, it ends with its channel
             ours.close()
-            raise
+            if not isinstance(error, OSError | EOFError):
+                raise
+            reason = machine.why_killed(self._oom_kills) or error
+            raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
         finally:
             theirs.close()
         return process, Channel(ours)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gfgen.models.geometry.weight_files import weights_mark
+from gfgen.models.geometry.weights import WHOLE
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.arenas import RankArenas
 from gfgen.runtime.ipc.channel import Channel
@@ -87,7 +88,8 @@ class WorkerPool:
     ) -> None:
         self.settings = settings
         self.models = HeldModels(checkpoints)
-        has_copies = settings.placements or settings.patch_copies_on_host or settings.precision.layers
+        has_copies = settings.placements or settings.kept or settings.patch_copies_on_host
+        has_copies = has_copies or settings.precision.layers
         patience = Patience().with_copies() if has_copies else Patience()
         self.patience = patience.with_shared_gpus(settings.ranks_per_gpu)
         """With its ranks; more where they share GPUs or copy weights."""
@@ -96,7 +98,8 @@ class WorkerPool:
             settings, worker_main=worker_main, writer_main=writer_main, preload=preload, keep_fds=keep_fds
         )
         self._launcher.host_copies = {
-            path: Connection(placement.new_copy()) for path, placement in settings.placements.items()
+            path: Connection(settings.placements.get(path, WHOLE).new_copy(settings.kept.get(path, 0)))
+            for path in {**settings.placements, **settings.kept}
         }
         self._launcher.boards = {
             path: [Channel.pair() for _ in range(settings.num_ranks)]
@@ -122,6 +125,8 @@ class WorkerPool:
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
+        self._kept: tuple[str, ...] = ()
+        """Models that ranks may have the copies of mapped although they do not hold them."""
         self.is_stopping = False
         """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
@@ -205,8 +210,8 @@ class WorkerPool:
             if isinstance(message, messages.WorkerReady | messages.ModelsSet) and not child.is_to_load:
                 self.models.succeeded(child.rank)
                 if self.needed and not any(each.is_to_load or each.phase in STARTS for each in self.living):
-                    copies = self._launcher.host_copies
-                    for path in copies.keys() - self.models.checkpoints - self.needed():  # nobody maps it
+                    copies, mapped = self._launcher.host_copies, {*self.models.checkpoints, *self._kept}
+                    for path in copies.keys() - mapped - self.needed():
                         mmap.mmap(copies[path].fileno(), 0).madvise(mmap.MADV_REMOVE)
         yield child, message
         for became in changes:
@@ -232,9 +237,11 @@ class WorkerPool:
     def set_models(self, checkpoints: Iterable[Path]) -> None:
         """Let all workers hold these models and no others, each after its earlier tasks."""
         self.models.change(checkpoints)
+        needed = self.settings.kept if self.needed is None else self.needed()
+        self._kept = tuple([path for path in self.settings.kept if path in needed])
         later = self.steps_at_hand()
         for worker in self.living:
-            worker.load(messages.SetModels(self.models.checkpoints), later)
+            worker.load(messages.SetModels(self.models.checkpoints, self._kept), later)
 
     def prepare_later(self, items: Sequence[messages.WarmUp]) -> None:
         """Let all workers prepare these between tasks."""

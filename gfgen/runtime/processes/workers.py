@@ -300,7 +300,8 @@ class ProcessBackend:
             case Joined():
                 yield events.RankReady(now_s, source.rank, source.incarnation, source.startup_s)
             case Loaded():
-                yield events.RankLoaded(now_s, source.rank, what.load_s)
+                copied = {name for path in what.copied for name in self._names[path]}
+                yield events.RankLoaded(now_s, source.rank, what.load_s, tuple(sorted(copied)))
             case Lost():
                 yield from self._worker_lost(source, what, now_s)
             case messages.MemoryUse():
@@ -313,17 +314,8 @@ class ProcessBackend:
                 pass
 
     def _task_done(self, worker: RankProcess, report: messages.TaskReport, now_s: float) -> Iterator[Event]:
-        times = events.RankTimes(
-            worker.rank,
-            started_s=self._clock.from_monotonic(report.started_s),
-            ended_s=self._clock.from_monotonic(report.ended_s),
-            waited_s=report.waited_s,
-            moved_s=report.moved_s,
-            idle_s=report.idle_s,
-            peak_bytes=report.peak_bytes,
-            is_first_use=report.is_first_use,
-            prepared_s=report.prepared_s,
-        )
+        on_clock, times = self._clock.from_monotonic, report.times
+        times = times._replace(started_s=on_clock(times.started_s), ended_s=on_clock(times.ended_s))
         if not self._attempts.report(report.number, times):
             return
         if report.do_frames_follow:

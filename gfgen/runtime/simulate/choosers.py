@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from gfgen.errors import in_one_line
 from gfgen.runtime.simulate.rollout import with_foresight
@@ -34,9 +33,6 @@ class ImmediateChooser:
         choice, self._choice = self._choice, None
         return choice
 
-    def close(self) -> None:
-        """No effect: no choice is in progress."""
-
 
 class ThreadedChooser:
     """Chooses in a thread, so that the control loop never waits for it; one choice at a time."""
@@ -44,50 +40,45 @@ class ThreadedChooser:
     def __init__(self, choose: Choose | None) -> None:
         self._choose = choose
         self._last: Choice | None = None
-        self._thought: _Thought | None = None
+        self._thread: threading.Thread | None = None
+        self._found: list[Choice | None] = []
+        self._is_abandoned = threading.Event()
 
     def follow(self, choose: Choose | None) -> None:
         """Choose with another function, or not at all, from now on."""
-        if self._thought is not None:
-            self._thought.is_abandoned = True
-        self._choose, self._last, self._thought = choose, None, None
+        self._is_abandoned.set()
+        self._choose, self._last, self._thread = choose, None, None
 
     def consider(self, snapshot: Snapshot) -> None:
-        if self._choose is not None and self._thought is None:
-            self._thought = _Thought(self._choose, snapshot, self._last)
+        if self._choose is None or self._thread is not None:
+            return
+        self._found, self._is_abandoned = found, is_abandoned = list[Choice | None](), threading.Event()
+
+        def pause() -> None:
+            if is_abandoned.wait(PAUSE_S):
+                raise _Closed
+
+        asked = self._choose, with_foresight(snapshot, pause=pause), self._last
+        self._thread = threading.Thread(
+            target=lambda: found.append(_asked(*asked)), name="chooser", daemon=True
+        )
+        self._thread.start()
 
     def take(self) -> Choice | None:
-        if self._thought is None or self._thought.is_alive():
+        if self._thread is None or self._thread.is_alive():
             return None
-        choice, self._thought = self._thought.choice, None
+        (choice,), self._thread = self._found, None
         self._last = choice or self._last
         return choice
 
     def close(self) -> None:
         """Stop a choice in progress, and wait up to CLOSE_TIMEOUT_S."""
-        thought = self._thought
+        thread = self._thread
         self.follow(None)
-        if thought is not None:
-            thought.join(CLOSE_TIMEOUT_S)
-            if thought.is_alive():
+        if thread is not None:
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
                 logger.warning("choosing a policy has not ended %g s after the run", CLOSE_TIMEOUT_S)
-
-
-class _Thought(threading.Thread):
-    def __init__(self, choose: Choose, snapshot: Snapshot, last: Choice | None) -> None:
-        super().__init__(name="chooser", daemon=True)
-        self._asked = choose, with_foresight(snapshot, pause=self._pause), last
-        self.choice: Choice | None = None
-        self.is_abandoned = False
-        self.start()
-
-    def run(self) -> None:
-        self.choice = _asked(*self._asked)
-
-    def _pause(self) -> None:
-        if self.is_abandoned:
-            raise _Closed
-        time.sleep(PAUSE_S)
 
 
 class _Closed(Exception):

@@ -6,9 +6,9 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
+from gfgen.policies import allotment, edf, srtf, triage
 from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 
@@ -59,7 +59,7 @@ def predict(
     for job_id, its_ranks in at_work.items():
         ends_s[job_id] = max(free_at[rank] for rank in its_ranks)
     waiting = (view for job_id, view in views.items() if job_id not in ends_s)
-    queue = _by_turns(sorted(waiting, key=_order(policy)))
+    queue = _by_turns(sorted(waiting, key=_ORDERS.get(policy.partition(",")[0], _by_arrival)))
     free = list(free_at.values()) or [now_s]
     heapq.heapify(free)
     for view in queue:
@@ -84,15 +84,15 @@ def _by_turns(queue: Sequence[JobView]) -> Sequence[JobView]:
     return [view for _, view in sorted(zip(places, queue, strict=True), key=lambda pair: pair[0])]
 
 
-def _order(policy: str) -> Callable[[JobView], Any]:
-    """Roughly the policy's order, with its tie-breaks, so that started jobs keep their place."""
-    name = policy.partition(",")[0]
-    if name == "srtf":
-        return attrgetter("precedence", "remaining_s", "arrival_s")
-    if name == "makespan":
-        return lambda view: (view.precedence, view.last_layout is None, -view.remaining_s, view.arrival_s)
-    if name == "edf":
-        return attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
-    if name in ("triage", "auto"):
-        return attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
-    return lambda view: (view.precedence, view.arrival_s, view.last_layout is None)
+def _by_arrival(job: JobView) -> tuple[int, float, bool]:
+    return job.precedence, job.arrival_s, job.last_layout is None
+
+
+_ORDERS: Mapping[str, Callable[[JobView], Any]] = {
+    "srtf": srtf.shortest_first,
+    "makespan": allotment.longest_first,
+    "edf": edf.by_deadline,
+    "triage": triage.next_due,
+    "auto": triage.next_due,
+}
+"""By policy: roughly its order, with its tie-breaks, so that started jobs keep their place."""

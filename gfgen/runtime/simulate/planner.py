@@ -50,13 +50,6 @@ class LateJob:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedJob:
-    job_id: str
-    ended_s: float
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class PlanOption:
     """One policy on one number of ranks. Times are seconds since the start."""
 
@@ -66,7 +59,7 @@ class PlanOption:
     mean_latency_s: float
     late: tuple[LateJob, ...]
     """The latest first."""
-    failed: tuple[FailedJob, ...]
+    failed: tuple[JobOutcome, ...]
     """In the order in which they fail."""
     ends_s: tuple[float, ...]
     num_deadlines: int
@@ -368,11 +361,7 @@ def option_of(
         end_s=max(outcome.ended_s for outcome in outcomes),
         mean_latency_s=fmean(each.ended_s - each.arrival_s for each in done) if done else math.inf,
         late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
-        failed=tuple(
-            FailedJob(outcome.info.job_id, outcome.ended_s, outcome.error or "")
-            for outcome in outcomes
-            if outcome.status == "failed"
-        ),
+        failed=tuple(outcome for outcome in outcomes if outcome.status == "failed"),
         ends_s=tuple(sorted(outcome.ended_s for outcome in done)),
         num_deadlines=len(met),
         num_deadlines_missed=met.count(False),

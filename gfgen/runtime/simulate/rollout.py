@@ -45,7 +45,7 @@ def rollout_ends(
     start = replace(snapshot, open={}, costs=RolloutCosts(snapshot), orders=None, recent=())
     rollout = _Rollout(start, policy, arrivals, ended=ended)
     rollout.pass_turns()
-    return rollout.ends_s
+    return {job.job_id: end_s for job, end_s in rollout.ends}
 
 
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: None) -> Snapshot:
@@ -163,16 +163,12 @@ class _Rollout:
         self._arrivals = list(reversed(arrivals))
         self._settled_s = math.inf
         """Until then the policy starts single tasks, because other jobs reach their boundaries."""
-        self._latencies_s: list[float] = []
-        self._spreads: list[float] = []
-        self.ends_s: dict[str, float] = {}
+        self.ends: list[tuple[JobView, float]] = []
         self._num_ended = 0
         """Jobs that have ended, or begun a decode, since the policy was last asked for all."""
         self._parked = list(snapshot.parked.values())
         self._writers_free_s = list(snapshot.writers_free_s or (snapshot.now_s,))
-        self._num_late = 0
-        self._late_variance = 0.0
-        self._makespan_s = self._rank_s = 0.0
+        self._rank_s = 0.0
         for running in snapshot.running:
             if (job := snapshot.busy.get(running.task.job_id)) is not None:
                 left_s = max(0.0, running.predicted_end_s - self._now_s)
@@ -197,17 +193,27 @@ class _Rollout:
         ]
         for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
-        num_jobs = len(self._latencies_s)
+        num_jobs, num_late, late_variance, makespan_s, spreads = len(self.ends), 0, 0.0, 0.0, 0.0
+        for job, end_s in self.ends:
+            ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, _ONE_RANK)
+            is_late, spreads = end_s > job.deadline_s, spreads + spread
+            num_late += is_late
+            if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
+                late_variance += is_late
+                continue
+            if abs(end_s - job.deadline_s) < spread * ahead_s:  # it may be late as well as in time
+                late_variance += 0.25
+            makespan_s = max(makespan_s, ahead_s)
         num_present = max(1, num_jobs - self._num_expected)
         unseen_s = self._rank_s * num_unseen / num_present / max(1, len(self._start.ranks))
         chance = 1 / self._num_expected if self._num_expected else 0.0
         return Outlook(
             num_jobs,
-            self._num_late,
-            sum(self._latencies_s) / max(1, num_jobs),
-            self._makespan_s + unseen_s,
-            spread=math.hypot(sum(self._spreads) / max(1, num_jobs), math.sqrt(chance)),
-            late_spread=math.sqrt(self._late_variance),
+            num_late,
+            sum([end_s - job.arrival_s for job, end_s in self.ends]) / max(1, num_jobs),
+            makespan_s + unseen_s,
+            spread=math.hypot(spreads / max(1, num_jobs), math.sqrt(chance)),
+            late_spread=math.sqrt(late_variance),
         )
 
     def pass_turns(self, most: int | None = None) -> None:
@@ -361,18 +367,8 @@ class _Rollout:
         """A decode has ended; its file waits for a writer."""
         writer = self._writers_free_s.index(min(self._writers_free_s))
         end_s = self._writers_free_s[writer] = max(end_s, self._writers_free_s[writer]) + job.write_s
-        self.ends_s[job.job_id] = end_s
+        self.ends.append((job, end_s))
         self._ended()
-        self._latencies_s.append(end_s - job.arrival_s)
-        self._num_late += end_s > job.deadline_s
-        ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, _ONE_RANK)
-        self._spreads.append(spread)
-        if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
-            self._late_variance += end_s > job.deadline_s
-            return
-        if abs(end_s - job.deadline_s) < spread * ahead_s:  # it may be late as well as in time
-            self._late_variance += 0.25
-        self._makespan_s = max(self._makespan_s, ahead_s)
 
 
 def _with_options(job: JobView, index: int) -> JobView:
@@ -390,7 +386,7 @@ def _with_options(job: JobView, index: int) -> JobView:
 class KindCosts:
     stages_s: dict[Stage, float]
     steps_s: dict[Degrees, float]
-    """A step, by degrees; the mean of all steps if some are approximate."""
+    """A step, by degrees; the mean of all steps if some are approximate, or of a second pass."""
     decodes_s: dict[int, float]
     """A decode, by the number of ranks that it may use."""
     approximate_s: float = 0.0
@@ -422,7 +418,7 @@ class RolloutCosts:
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kinds[task.job_id]]
         match task.stage:
-            case Stage.DENOISE | Stage.APPROXIMATE:
+            case stage if stage in STEPS:
                 return self._step_s(costs, layout.degrees)
             case Stage.DECODE:
                 return self._decode_s(costs, layout.degree)
@@ -489,10 +485,13 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
     def step_s(layout: Layout) -> float:
         most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
         full_s = max(task_s(2, layout), task_s(2, _ONE_RANK) / most)
-        return full_s + share * (approximate_s - full_s)
+        refined_s = snapshot.costs.task_s(refined, layout) if job.num_refined else full_s
+        return full_s + share * (approximate_s - full_s) + refined_share * (refined_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
-    share, approximate_s = job.num_approximate / max(1, job.num_tasks - 3), 0.0
+    refined, num_steps = replace(task_at(job, 2), stage=Stage.REFINE), max(1, job.num_tasks - 3)
+    refined_share = job.num_refined / num_steps
+    share, approximate_s = job.num_approximate / num_steps, 0.0
     if job.num_approximate or job.num_approximable:
         approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, _ONE_RANK)
     return KindCosts(

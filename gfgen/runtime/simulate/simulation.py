@@ -25,14 +25,13 @@ from gfgen.runtime.core.events import (
     OutputWritten,
     RankLoaded,
     RankReady,
-    RankTimes,
     TaskDone,
     TaskFailed,
 )
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart
-from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.ipc.messages import MemoryUse, RankTimes
 from gfgen.runtime.predict.cost import CostClass, CostModel, UncertainEstimate
 from gfgen.runtime.predict.cost_table import Estimate
 from gfgen.runtime.predict.profile_file import Profile

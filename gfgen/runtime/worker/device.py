@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
+from gfgen.errors import RunError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
@@ -26,7 +25,7 @@ from gfgen.runtime.ipc.messages import Arenas, MemoryUse, RunTask, SendState, Wa
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.jobs import RankTask, step_input
-from gfgen.system.machine import give_back_freed_memory
+from gfgen.system.machine import forget_peak, give_back_freed_memory, peak_bytes
 
 Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 
@@ -55,6 +54,8 @@ class Device:
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model
+        self._away: dict[str, Adapter] = {}
+        """By checkpoint: models that have left the device and may come back."""
         self._used: set[object] = set()
 
     def use(self, thread: Thread) -> None:
@@ -74,14 +75,35 @@ class Device:
         """Of models with streamed blocks; 0 without any."""
         return max((each.read_bytes_per_s for each in self.adapters.values()), default=0.0)
 
-    def load(self, path: str) -> None:
-        """Load the model of this checkpoint."""
-        self.adapters[path] = self._load_model(path)
+    def load(self, path: str) -> bool:
+        """Load the model of this checkpoint; whether it has come back from main memory."""
+        if (away := self._away.get(path)) is None or away.kept is None:
+            self.adapters[path] = self._load_model(path)
+            return False
+        try:
+            away.kept.come_back()
+        except RunError:  # there is no room beside what is kept for other models
+            self.drop(())
+            away.kept.come_back()
+        self.adapters[path] = self._away.pop(path)
+        return True
 
-    def drop(self, paths: Sequence[str]) -> None:
-        """Release models and their memory."""
+    def release(self, held: Collection[str], *, kept: Collection[str] = ()) -> None:
+        """Release all models but these; those of `kept` may come back from main memory."""
+        for path in [each for each in self.adapters if each in kept and each not in held]:
+            if (weights := self.adapters[path].kept) is not None:
+                self.adapters[path].patches.take_out()
+                weights.leave()
+                self._away[path] = self.adapters.pop(path)
+        gone = [each for each in self.adapters if each not in held]
+        gone += [each for each in self._away if each not in (*held, *kept)]
+        if gone or not {*self.adapters, *self._away}.issuperset(held):
+            self.drop(gone)
+
+    def drop(self, paths: Collection[str]) -> None:
+        """Release models and their memory, and what is kept for tasks."""
         for path in paths:
-            del self.adapters[path]
+            del (self.adapters if path in self.adapters else self._away)[path]
         self._used.clear()
         gc.collect()
         give_back_freed_memory()
@@ -132,8 +154,8 @@ class Device:
         number = 1 if are_separate(self.adapters, works) else len(works)
         is_first_use = self.note_used({(*task_kind(each, self._rank), number) for each in works})
         for work in works:
-            work.total, work.is_first_use = jobs.sum_of(work.made), is_first_use
-            work.waited_s += started_s - arrived_s
+            work.total = jobs.sum_of(work.made)
+            work.note(is_first_use=is_first_use, waited_s=work.times.waited_s + started_s - arrived_s)
         share_time(works, started_s, time.monotonic())
 
     def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
@@ -163,11 +185,11 @@ class Device:
 
     def memory_use(self) -> MemoryUse:
         """The memory that this rank has used since `forget_peaks`."""
-        return MemoryUse(peak_host_bytes())
+        return MemoryUse(peak_bytes())
 
     def forget_peaks(self) -> None:
         """Another run begins."""
-        reset_host_peak()
+        forget_peak()
 
     def note_shortage(self) -> None:
         """A task ran out of memory: release what is kept for later."""
@@ -197,22 +219,7 @@ def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> N
     """Each step of a batch gets an equal part of its time, in turn."""
     share_s = (ended_s - started_s) / len(works)
     for place, work in enumerate(works):
-        work.started_s, work.ended_s = started_s + place * share_s, started_s + (place + 1) * share_s
-
-
-def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Peak of this process's main memory; 0 where the system does not report it."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def reset_host_peak() -> None:
-    """Reset the peak of `peak_host_bytes`, where the kernel allows it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        work.note(started_s=started_s + place * share_s, ended_s=started_s + (place + 1) * share_s)
 
 
 def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> bool:
@@ -254,7 +261,7 @@ def _executed(adapter: Adapter, work: RankTask, parallel: Parallel | None) -> di
         case Stage.PREPARE:
             condition, latents = adapter.prepare(spec, artifacts["prompt"])
             return {"condition": condition, "latents": latents}
-        case Stage.DENOISE:
+        case Stage.DENOISE | Stage.REFINE:
             assert task.step is not None
             return {"latents": adapter.denoise(*step_input(work.job), step=task.step, parallel=parallel)}
         case Stage.APPROXIMATE:

@@ -26,7 +26,7 @@ from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.preparing import reason_of
-from gfgen.system.machine import give_back_freed_memory, keep_freed_memory
+from gfgen.system.machine import available_bytes, give_back_freed_memory, keep_freed_memory
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,23 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
         placement=settings.ranks.placements.get(path, WHOLE),
         copy_fd=settings.host_copies[path].fileno() if path in settings.host_copies else None,
         island=_island(settings, path),
+        is_kept=_is_kept(settings, path),
         quantised=settings.ranks.precision.quantised(Path(path)),
     )
     adapter.patches.keeps_on_host = path in settings.ranks.patch_copies_on_host
     adapter.patches.stored = StoredWeights(Path(path), settings.ranks.has_random_weights)
     give_back_freed_memory()
     return adapter
+
+
+def _is_kept(settings: WorkerSettings, path: str) -> bool:
+    """Whether main memory has a copy of all of a model, or room for what is not written yet."""
+    if (lacking := settings.ranks.kept.get(path)) is None:
+        return False
+    lacking -= os.fstat(settings.host_copies[path].fileno()).st_blocks * 512
+    if is_short := lacking > (available_bytes() or lacking):
+        logger.warning("main memory has no room for a copy of %s, which comes back from its files", path)
+    return not is_short
 
 
 def _island(settings: WorkerSettings, path: str) -> Island | None:

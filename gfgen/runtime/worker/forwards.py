@@ -80,6 +80,8 @@ class Forwards:
         self._not_worth: set[object] = set()
         """Shapes whose steps are launched kernel by kernel."""
         self._num_shortages = 0
+        self._warmed: set[object] = set()
+        """What needs no warm-up again when its model comes back."""
 
     def kind_of(self, works: Sequence[RankTask]) -> Kind:
         """The kind of a step, or of the steps of a batch."""
@@ -139,6 +141,13 @@ class Forwards:
         """Run tasks like the message's in every slot; yields after each part. Raises what the model does."""
         if (adapter := self._adapters.get(message.checkpoint)) is None:
             return  # models have changed
+        spec, *about = (getattr(message, name) for name in message.__slots__[1:])  # all but its number
+        known = (adapter.geometry.shape_key(spec), spec.steps, spec.may_approximate, *about)
+        if known not in self._warmed:
+            yield from self._prepare(message, adapter)
+            self._warmed.add(known)
+
+    def _prepare(self, message: WarmUp, adapter: Adapter) -> Iterator[None]:
         spec, graphs = message.spec, self._graphs
         self.attach(message.checkpoint)
         for text in adapter.texts_to_rehearse() if message.has_texts else ():
@@ -180,12 +189,14 @@ class Forwards:
         self._num_shortages += 1
         self._graphs.clear()
         self._kinds.clear()
+        self._warmed.clear()
 
     def forget(self) -> None:
         """Forget all records and observations, because models are about to change."""
         self._graphs.forget()
         self._kinds.clear()
         self._not_worth.clear()
+        self._warmed.clear()
         self._num_shortages = 0
 
     def _seen(self, kind: Kind) -> _Seen:

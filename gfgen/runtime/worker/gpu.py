@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,7 +56,6 @@ from gfgen.runtime.worker.device import (
     are_separate,
     execute,
     meet,
-    peak_host_bytes,
     share_time,
     task_kind,
 )
@@ -66,6 +65,7 @@ from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, K
 from gfgen.runtime.worker.jobs import Outline, RankTask, Shipment, receive_state, sum_of
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.memory import DeviceMemory, Staging
+from gfgen.system.machine import peak_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class GpuDevice(Device):
 
     # Models -----------------------------------------------------------------------------------
 
-    def drop(self, paths: Sequence[str]) -> None:
+    def drop(self, paths: Collection[str]) -> None:
         self.forwards.forget()
         super().drop(paths)
         torch.cuda.empty_cache()  # otherwise other models would have to fit into the gaps
@@ -284,12 +284,15 @@ class GpuDevice(Device):
         is_separate = are_separate(self.adapters, works)
         has_forward = work.task.stage is Stage.DENOISE and not is_separate  # nothing is recorded for them
         forward = self.forwards.kind_of(works) if has_forward else None
+        if work.task.stage is Stage.REFINE:  # nothing is recorded; ranks of a step count exchanges alike
+            self.forwards.attach(job.start.checkpoint)
         kinds = task_kinds(work, self._rank, forward)
         if is_separate:
             kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
         is_sure = not self._has_peers or self._memory.is_familiar(kinds)
         prepared_s = self._get_ready(works, forward, may_block=not is_sure)
         ready_s, num_replays = time.monotonic(), self._graphs.num_replays
+        self._memory.beside_bytes = sum(x.kept.pages.num_bytes for x in self.adapters.values() if x.kept)
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self.event()
             group = meet(self.endpoint, message)
@@ -312,9 +315,13 @@ class GpuDevice(Device):
         launch, is_there = _Launch(good, begun, entered, outcome, arrival), self.event()
         is_first_use = self.note_used(kinds - patch_kinds(work)) or prepared_s > 0
         for each in works:
-            each.is_first_use, each.prepared_s = is_first_use, prepared_s / len(works)
-            each.launch, each.is_there, each.peak_bytes = launch, is_there, self._memory.last_peak_bytes
-            each.waited_s += ready_s - arrived_s
+            each.launch, each.is_there = launch, is_there
+            each.note(
+                waited_s=each.times.waited_s + ready_s - arrived_s,
+                peak_bytes=self._memory.last_peak_bytes,
+                is_first_use=is_first_use,
+                prepared_s=prepared_s / len(works),
+            )
 
     def _read_later(self, total: torch.Tensor | None) -> torch.Tensor | None:
         """Copy a sum to where the watcher reads it."""
@@ -362,12 +369,13 @@ class GpuDevice(Device):
             raise InputVoidError
         if launch.outcome is not None:
             launch.outcome.require()
-        work.waited_s += launch.begun.elapsed_time(launch.entered) / 1e3
+        waited_s, moved_s = work.times.waited_s, work.times.moved_s
+        waited_s += launch.begun.elapsed_time(launch.entered) / 1e3
         if launch.arrival is not None:
-            work.moved_s += launch.arrival[0].elapsed_time(launch.arrival[1]) / 1e3
-        work.idle_s = None if last_end is None else last_end.elapsed_time(launch.entered) / 1e3
-        if work is not launch.works[0]:
-            work.idle_s = 0.0
+            moved_s += launch.arrival[0].elapsed_time(launch.arrival[1]) / 1e3
+        idle_s = None if last_end is None else last_end.elapsed_time(launch.entered) / 1e3
+        idle_s = idle_s if work is launch.works[0] else 0.0
+        work.note(waited_s=waited_s, moved_s=moved_s, idle_s=idle_s)
 
     def event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event that is recorded, on the stream of tasks unless another is given."""
@@ -405,7 +413,7 @@ class GpuDevice(Device):
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse(
-            peak_host_bytes(),
+            peak_bytes(),
             device_peaks=self._memory.peaks,
             reserved_bytes=self._memory.reserved_bytes,
             arena_bytes=self._settings.ranks.gpu_arena_bytes,

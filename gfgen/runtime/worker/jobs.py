@@ -17,7 +17,7 @@ import torch
 from gfgen.errors import ModelError
 from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
-from gfgen.runtime.ipc.messages import RunTask, StartJob
+from gfgen.runtime.ipc.messages import RankTimes, RunTask, StartJob
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import OutputShape, Slab, map_for
 from gfgen.runtime.worker.dispatches import InputVoidError
@@ -182,24 +182,17 @@ class RankTask:
     is_there: Any = None
     """The device's event that follows the output; None if it is there."""
     launch: Any = None
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    waited_s: float = 0.0
-    moved_s: float = 0.0
-    idle_s: float | None = None
-    """By the device's clock: from the end of the previous task to the start of this one."""
-    peak_bytes: int | None = None
-    """The most that was allocated on a GPU while the task was launched."""
-    is_first_use: bool = False
-    """Nothing of its kind ran in this process before, or its forwards were recorded for it."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which forwards were recorded."""
+    times: RankTimes = field(default_factory=partial(RankTimes, 0, 0.0, 0.0))
     error: Exception | None = None
     """Why it has failed, if steps of other jobs that ran with it have not."""
 
     @property
     def number(self) -> int:
         return self.message.number
+
+    def note(self, **times: Any) -> None:
+        """Set fields of `times`."""
+        self.times = self.times._replace(**times)
 
 
 def step_input(job: RankJob) -> StepInput:

@@ -225,7 +225,7 @@ class Worker:
         times.append(time.monotonic())
         self.device.fetch(work)
         times.append(time.monotonic())
-        work.waited_s, work.moved_s = times[1] - times[0], times[2] - times[1]
+        work.note(rank=self._rank, waited_s=times[1] - times[0], moved_s=times[2] - times[1])
         return work
 
     def _launch(self, works: Sequence[RankTask]) -> None:
@@ -293,19 +293,8 @@ class Worker:
             for name, fields in work.made.items():
                 if name != "frames":
                     jobs.publish(work.job.slab, name, version, fields, producer=work.number, store=store)
-        report = messages.TaskReport(
-            work.number,
-            started_s=work.started_s,
-            ended_s=work.ended_s,
-            waited_s=work.waited_s,
-            moved_s=work.moved_s,
-            do_frames_follow="frames" in work.made,
-            idle_s=work.idle_s,
-            peak_bytes=work.peak_bytes,
-            is_first_use=work.is_first_use,
-            prepared_s=work.prepared_s,
-        )
-        self._channel.send(report)
+        do_frames_follow = "frames" in work.made
+        self._channel.send(messages.TaskReport(work.number, work.times, do_frames_follow))
         self._dispatches.leave(work.number)
 
     def _give_reason(self, number: int, error: Exception) -> None:

@@ -62,6 +62,8 @@ class DeviceMemory:
         self._peaks: dict[str, int] = {}
         self.last_peak_bytes = self.last_own_bytes = 0
         """Of the last launch; without what was in use before."""
+        self.beside_bytes = 0
+        """Of weights that torch does not know (models/streaming/keeping.py)."""
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -92,10 +94,10 @@ class DeviceMemory:
         before = self._look()
         yield
         after = self._look()
-        self.last_peak_bytes = after.peak_bytes
+        self.last_peak_bytes = after.peak_bytes + self.beside_bytes
         self.last_own_bytes = after.peak_bytes - before.allocated_bytes
         if model is not None:
-            self._peaks[model] = max(self._peaks.get(model, 0), after.peak_bytes)
+            self._peaks[model] = max(self._peaks.get(model, 0), self.last_peak_bytes)
         for kind in kinds:
             if after.num_asked == before.num_asked:
                 self._needed[kind] = max(0, self.last_own_bytes)
@@ -109,8 +111,8 @@ class DeviceMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that torch has taken from the device."""
-        return self._look().reserved_bytes
+        """Memory that torch and weights have taken from the device."""
+        return self._look().reserved_bytes + self.beside_bytes
 
     def forget(self) -> None:
         """Forget the peaks: another run begins."""

@@ -77,17 +77,18 @@ class Preparation:
             self._dispatches.await_clear(AFTER_ALL, may_block=True)
             started_s = time.monotonic()
             self.later.clear()
-            device = self._device
+            device, copied = self._device, list[str]()
             try:
-                device.drop([path for path in device.adapters if path not in message.checkpoints])
+                device.release(message.checkpoints, kept=message.kept)
                 for path in message.checkpoints:
                     if path not in device.adapters:
                         self._channel.send(messages.Loading(path))
-                        device.load(path)
+                        copied += [path] if device.load(path) else []
                 device.drain()
             except Exception as error:
                 resign(self._channel, self._rank, error)
-            self._channel.send(messages.ModelsSet(time.monotonic() - started_s, device.read_bytes_per_s))
+            load_s = time.monotonic() - started_s
+            self._channel.send(messages.ModelsSet(load_s, device.read_bytes_per_s, tuple(copied)))
 
 
 def resign(channel: Channel, rank: int, error: Exception) -> NoReturn:

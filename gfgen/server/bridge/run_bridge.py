@@ -44,12 +44,12 @@ MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class Joined:
     link: messages.MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class Left:
     link: messages.MessageSocket
 
 
@@ -84,16 +84,8 @@ class RunBridge(Observer):
 
     # The supervisor's side --------------------------------------------------------------------------
 
-    def joined(self, link: messages.MessageSocket) -> None:
-        self.received(_Joined(link))
-
-    def left(self, link: messages.MessageSocket) -> None:
-        self.received(_Left(link))
-
-    def failed(self, error: Exception) -> None:
-        self.received(error)
-
     def received(self, message: Any) -> None:
+        """From a front, of one (Joined, Left), or the error that ends the run."""
         self._inbox.put(message)
         self._wake()
 
@@ -161,9 +153,9 @@ class RunBridge(Observer):
                 for job_id in message.job_ids:
                     self._unconfirmed.pop(job_id, None)
                     self._known.discard(job_id)
-            case _Joined():
+            case Joined():
                 self._send_state(message.link)
-            case _Left():
+            case Left():
                 if self._outbox is not None and self._outbox.link is message.link:
                     self._outbox.close()
                     self._outbox = None
@@ -244,16 +236,13 @@ class RunBridge(Observer):
                 self._views[view.job_id] = view
                 index, remaining_s, write_s = view.next_task.index, view.remaining_s, view.write_s
                 rows.append((view.job_id, index, remaining_s, write_s, view.last_layout))
-        if rows:
-            self._note(messages.ProgressUpdate(tuple(rows)))
         numbers = {dispatch.task: number for number, dispatch in self.view.running.items()}
         running = [each for each in snapshot.running if each.task in numbers]
         ends = tuple((numbers[each.task], each.predicted_end_s) for each in running)
-        if ends != self._ends:
-            self._ends = ends
-            self._note(messages.PredictedEnds(ends))
-        self._note(messages.LoopTimings(self._longest_turn_s, self._num_turns))
-        self._longest_turn_s, self._num_turns = 0.0, 0
+        new_ends = () if ends == self._ends else ends
+        turns = self._longest_turn_s, self._num_turns
+        self._note(messages.ProgressUpdate(tuple(rows), new_ends, *turns))
+        self._ends, self._longest_turn_s, self._num_turns = ends, 0.0, 0
 
     def turned(self, took_s: float) -> None:
         self._longest_turn_s = max(self._longest_turn_s, took_s)

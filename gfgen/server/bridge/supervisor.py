@@ -10,7 +10,7 @@ import threading
 import time
 
 from gfgen.errors import InputError, RunError
-from gfgen.server.bridge.run_bridge import RunBridge
+from gfgen.server.bridge.run_bridge import Joined, Left, RunBridge
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageSocket
 from gfgen.system.lifeline import module_command, module_environment
@@ -82,7 +82,7 @@ class Supervisor:
             if len(deaths) >= MAX_DEATHS:
                 times = f"{len(deaths)} times within {DEATHS_WINDOW_S:g} s"
                 what = f"the HTTP process died, or could not be started, {times}"
-                self._bridge.failed(RunError(f"{what}; see its messages above"))
+                self._bridge.received(RunError(f"{what}; see its messages above"))
                 return
             self._is_over.wait(0.1 * len(deaths))
 
@@ -106,12 +106,12 @@ class Supervisor:
             link.close()
         try:
             link.send(self._settings)
-            self._bridge.joined(link)
+            self._bridge.received(Joined(link))
             while (message := link.receive()) is not None:
                 self._bridge.received(message)
         except OSError:
             pass
-        self._bridge.left(link)
+        self._bridge.received(Left(link))
         link.close()
         if self._is_over.is_set():  # ends it while it still imports; later it ignores signals
             self._process.terminate()

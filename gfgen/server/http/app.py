@@ -30,7 +30,7 @@ from gfgen.server.http.guard import ApiKeys, RequestGuard
 from gfgen.server.http.streams import StateFeeds
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, server_schemas
-from gfgen.server.protocol.problems import ApiError, invalid, responses
+from gfgen.server.protocol.problems import ApiError, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,
-        responses=responses(401, 403),
+        responses={"default": {"model": server_schemas.Error, "description": "Any error."}},
     )
     app.state.service, app.state.feeds = service, feeds
     app.state.keys, app.state.page = keys, routes_server.read_page()
@@ -138,12 +138,6 @@ def _document(app: FastAPI) -> dict[str, Any]:
             for name, definition in schema.pop("$defs", {}).items():
                 known.setdefault(name, definition)
             known.setdefault(model.__name__, schema)
-        for name in ("HTTPValidationError", "ValidationError"):
-            known.pop(name, None)
-        for path in document["paths"].values():
-            for operation in path.values():
-                if "HTTPValidationError" in str(operation["responses"].get("422")):
-                    del operation["responses"]["422"]  # FastAPI adds it to all; this server never sends it
         document["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},
             "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
+from starlette.responses import Response
 
 from gfgen.job.fields import REPEATED
 from gfgen.server.http.guard import Access
@@ -179,9 +180,8 @@ def documented(model: type[BaseModel], *pictures: str) -> dict[str, Any]:
     schema.pop("$defs", None)  # app.py adds them to the components
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if pictures:
-        properties = {name: _without_null(value) for name, value in schema["properties"].items()}
-        properties |= {name: {"type": "string", "format": "binary"} for name in pictures}
-        content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
+        files = {name: {"type": "string", "format": "binary"} for name in pictures}
+        content["multipart/form-data"] = {"schema": {**schema, "properties": schema["properties"] | files}}
     return {"requestBody": {"required": True, "content": content}, "parameters": [IDEMPOTENCY_KEY]}
 
 
@@ -191,11 +191,9 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a form field: forms have no null."""
-    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
-    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
-    return schema if not kinds else rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
+def sends(*kinds: str) -> dict[str, Any]:
+    """For the decorator of a route: the content types of what it sends, if that is no JSON."""
+    return {"response_class": Response, "responses": {200: {"content": {kind: {} for kind in kinds}}}}
 
 
 async def _from_form(

@@ -45,7 +45,8 @@ async def text_to_image(request: Request, service: Service) -> Response:
     values = await _values(request, service)
     if values.pop("init_images", None):
         raise bad("init_images", "pictures begin with one at /sdapi/v1/img2img")
-    values.pop("denoising_strength", None)  # of the second pass
+    if not values.get("enable_hr"):
+        values.pop("denoising_strength", None)  # of the second pass
     return await _images(request, service, values)
 
 
@@ -56,6 +57,8 @@ async def image_to_image(request: Request, service: Service) -> Response:
     given = values.pop("init_images", None)
     if values.get("mask") is not None:
         raise bad("mask", "not supported here; send it to /v1/images/edits")
+    if values.get("enable_hr"):
+        raise bad("enable_hr", "a second pass belongs to /sdapi/v1/txt2img")
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise bad("init_images", "a list of one picture as base64 is accepted")
     url = given[0] if given[0].startswith("data:") else f"data:image/png;base64,{given[0]}"
@@ -185,9 +188,10 @@ async def list_schedulers(service: Service) -> Response:
     return JSONResponse([{"name": name.lower().replace(" ", "_"), "label": name} for name in names])
 
 
-@router.get("/upscalers", responses=_LIST, summary="There is none")
+@router.get("/upscalers", responses=_LIST, summary="List upscalers of the second pass")
 async def list_upscalers(service: Service) -> Response:
-    return JSONResponse([{"name": "None", "model_name": None, "model_path": None, "scale": 1}])
+    rest = {"model_name": None, "model_path": None, "scale": 4}
+    return JSONResponse([{"name": name, **rest} for name in bodies.UPSCALER_NAMES])
 
 
 @router.get("/latent-upscale-modes", responses=_LIST, summary="There is none")

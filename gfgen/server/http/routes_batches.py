@@ -32,6 +32,7 @@ from gfgen.server.http.bodies import (
     read_file,
     read_job_file,
     request_key,
+    sends,
 )
 from gfgen.server.http.routes_images import chat_completion, image_content, images
 from gfgen.server.http.routes_jobs import After, JobId, Limit, Service
@@ -41,17 +42,16 @@ from gfgen.server.jobs.files import no_file
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas, schemas, server_schemas
 from gfgen.server.protocol.link import Admit
-from gfgen.server.protocol.problems import ApiError, bad, checked, responses
+from gfgen.server.protocol.problems import ApiError, bad, checked
+from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import BatchRow, Ended, RequestKey, Store, StoredJob
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 files = APIRouter(prefix="/v1/files", tags=["batches"])
 ROUTERS = (router, files)
 
-_LINES = {"application/jsonl": {"schema": {"type": "string"}}}
 _TEXT = {"schema": {"type": "string", "description": "A job file."}}
 _JOB_FILES = dict.fromkeys(JOB_FILE_KINDS, _TEXT)
-_CREATE = responses(400, 404, 413, 422, 429, 503, 507)
 _FORM: dict[str, Any] = {
     "type": "object",
     "required": ["file"],
@@ -63,14 +63,8 @@ _JOB_BODY = documented(schemas.JobRequest, "image")
 _JOB_BODY["requestBody"]["content"] |= _JOB_FILES
 
 
-@jobs_router.post(
-    "",
-    response_model=schemas.Job | server_schemas.Batch,
-    responses=_CREATE,
-    openapi_extra=_JOB_BODY,
-    summary="Make a picture or a video",
-)
-async def create_job(request: Request, service: Service) -> Response:
+@jobs_router.post("", openapi_extra=_JOB_BODY, summary="Make a picture or a video")
+async def create_job(request: Request, service: Service) -> schemas.Job | server_schemas.Batch:
     """Accepts one job with the fields of the job file and answers at once. Fields for several jobs (`vary`,
     `seeds`, `num_images`), a JSON array and a job file make a batch, as POST /v1/batches does."""
     kind = content_kind(request)
@@ -94,19 +88,17 @@ async def create_job(request: Request, service: Service) -> Response:
     )
     record = service.job(job_id)
     assert record is not None
-    return record.job().response()
+    return record.job()
 
 
-@router.post(
-    "", response_model=server_schemas.Batch, responses=_CREATE, openapi_extra=_BODY, summary="Run a job file"
-)
+@router.post("", openapi_extra=_BODY, summary="Run a job file")
 async def create_batch(
     request: Request,
     service: Service,
     skip_invalid: Annotated[
         bool, Query(description="Accept the valid jobs of a file with mistakes; `skipped` lists the others.")
     ] = False,
-) -> Response:
+) -> server_schemas.Batch:
     """Accepts all jobs of a file or none, with the messages of `gfgen run`. The file is JSON lines, a JSON
     array, CSV or, as text/plain, one prompt per line. With `skip_invalid` the server accepts the jobs that
     the models and this machine can run. `image` and `output` name files of the client: `image`
@@ -123,7 +115,7 @@ async def create_batch(
 
 async def _accept(
     request: Request, service: JobService, file: Body, *, skip_invalid: bool = False
-) -> Response:
+) -> server_schemas.Batch:
     models, batch_id = service.ready_models(), job_requests.new_id("batch")
     key = await request_key(request, file)
     skipped: list[Problem] = []
@@ -152,27 +144,20 @@ async def _accept(
     return _answer(service, taken_id, skipped=lines)
 
 
-@router.get("", responses=responses(400), summary="List batches", response_model=server_schemas.BatchList)
-async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> Response:
+@router.get("", summary="List batches")
+async def list_batches(service: Service, limit: Limit = 20, after: After = None) -> server_schemas.BatchList:
     if after is not None and service.batch(after) is None:
         raise ApiError(400, f"after: there is no batch {after!r}", param="after")
     rows = service.store.batches(limit=limit + 1, after=after, owner=service.owner)
-    return server_schemas.BatchList(**schemas.page([_batch(service, row) for row in rows], limit)).response()
+    return server_schemas.BatchList.of([_batch(service, row) for row in rows], limit)
 
 
-@router.get(
-    "/{batch_id}", response_model=server_schemas.Batch, responses=responses(400, 404), summary="Get a batch"
-)
-async def get_batch(service: Service, batch_id: JobId) -> Response:
+@router.get("/{batch_id}", summary="Get a batch")
+async def get_batch(service: Service, batch_id: JobId) -> server_schemas.Batch:
     return _answer(service, batch_id)
 
 
-@router.get(
-    "/{batch_id}/manifest",
-    response_class=Response,
-    responses=responses(400, 404, **_LINES),
-    summary="Get the manifest",
-)
+@router.get("/{batch_id}/manifest", **sends("application/jsonl"), summary="Get the manifest")
 async def get_manifest(service: Service, batch_id: JobId) -> Response:
     """One line per ended job, as `gfgen run` writes it: `id` is that of the job file, `job` the server's id,
     `file` the path of the result."""
@@ -181,13 +166,8 @@ async def get_manifest(service: Service, batch_id: JobId) -> Response:
     return Response(content, media_type="application/jsonl")
 
 
-@router.post(
-    "/{batch_id}/cancel",
-    response_model=server_schemas.Batch,
-    responses=responses(400, 404, 503, 507),
-    summary="Cancel the open jobs of a batch",
-)
-async def cancel_batch(service: Service, batch_id: JobId) -> Response:
+@router.post("/{batch_id}/cancel", summary="Cancel the open jobs of a batch")
+async def cancel_batch(service: Service, batch_id: JobId) -> server_schemas.Batch:
     _found(service, batch_id)
     service.check_ready()
     open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
@@ -201,8 +181,8 @@ def _found(service: JobService, batch_id: str) -> BatchRow:
     return row
 
 
-def _answer(service: JobService, batch_id: str, *, skipped: list[str] | None = None) -> Response:
-    return _batch(service, _found(service, batch_id), skipped=skipped).response()
+def _answer(service: JobService, batch_id: str, *, skipped: list[str] | None = None) -> server_schemas.Batch:
+    return _batch(service, _found(service, batch_id), skipped=skipped)
 
 
 def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> server_schemas.Batch:
@@ -276,16 +256,11 @@ _PURPOSES = get_args(server_schemas.Purpose)
 _UPLOAD: dict[str, Any] = {**_FORM, "properties": {**_FORM["properties"], "purpose": {"enum": _PURPOSES}}}
 
 
-@files.post(
-    "",
-    response_model=server_schemas.UploadedFile,
-    responses=responses(400, 413, 422, 507),
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
-    },
-    summary="Upload a file of requests, or a picture",
-)
-async def create_file(request: Request, service: Service) -> Response:
+_FILE_BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}}
+
+
+@files.post("", openapi_extra=_FILE_BODY, summary="Upload a file of requests, or a picture")
+async def create_file(request: Request, service: Service) -> server_schemas.UploadedFile:
     """A file for POST /v1/batches (JSON lines of `custom_id`, `method`, `url` and `body`), or for the other
     purposes a picture, to which requests refer by its `file_id`."""
     body = await read_file(request, service=service)
@@ -294,37 +269,29 @@ async def create_file(request: Request, service: Service) -> Response:
         raise bad("purpose", f"{', '.join(_PURPOSES)} are accepted")
     name, content = body.filename or "requests.jsonl", body.file or b""
     add = partial(service.uploads.add, filename=name, now=service.now(), purpose=purpose)
-    added = await asyncio.to_thread(add, content)
-    return added.response()
+    return await asyncio.to_thread(add, content)
 
 
-@files.get("", response_model=server_schemas.UploadedFiles, summary="List uploaded files")
-async def list_files(service: Service) -> Response:
-    return server_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all)).response()
+@files.get("", summary="List uploaded files")
+async def list_files(service: Service) -> server_schemas.UploadedFiles:
+    return server_schemas.UploadedFiles(data=await asyncio.to_thread(service.uploads.all))
 
 
-@files.get(
-    "/{file_id}",
-    response_model=server_schemas.UploadedFile,
-    responses=responses(400, 404),
-    summary="Get a file",
-)
-async def get_file(service: Service, file_id: JobId) -> Response:
+@files.get("/{file_id}", summary="Get a file")
+async def get_file(service: Service, file_id: JobId) -> server_schemas.UploadedFile:
     if (batch_id := _batch_of(file_id)) is not None:
         row, _ = _ended_batch(service, batch_id, file_id)
         at = int(row.completed_at or 0)
         return server_schemas.UploadedFile(
             id=file_id, bytes=0, created_at=at, filename=f"{file_id}.jsonl", purpose="batch_output"
-        ).response()
-    return (await asyncio.to_thread(service.uploads.find, file_id)).response()
+        )
+    return await asyncio.to_thread(service.uploads.find, file_id)
 
 
-@files.get(
-    "/{file_id}/content",
-    response_class=Response,
-    responses=responses(400, 404, **_LINES, **{"application/octet-stream": {"schema": {"type": "string"}}}),
-    summary="Get the content of a file",
-)
+_CONTENT = sends("application/jsonl", "application/octet-stream")
+
+
+@files.get("/{file_id}/content", **_CONTENT, summary="Get the content of a file")
 async def get_file_content(service: Service, file_id: JobId) -> Response:
     """An uploaded file, or the results or errors of a batch whose jobs have all ended."""
     kind = "application/jsonl"
@@ -337,15 +304,10 @@ async def get_file_content(service: Service, file_id: JobId) -> Response:
     return StreamingResponse(results, media_type=kind)
 
 
-@files.delete(
-    "/{file_id}",
-    response_model=server_schemas.FileDeleted,
-    responses=responses(400, 404),
-    summary="Delete an uploaded file",
-)
-async def delete_file(service: Service, file_id: JobId) -> Response:
+@files.delete("/{file_id}", summary="Delete an uploaded file")
+async def delete_file(service: Service, file_id: JobId) -> server_schemas.FileDeleted:
     await asyncio.to_thread(service.uploads.remove, file_id)
-    return server_schemas.FileDeleted(id=file_id).response()
+    return server_schemas.FileDeleted(id=file_id)
 
 
 def uploaded_batch(content: bytes, *, most_bytes: int) -> dict[str, Any] | None:
@@ -433,9 +395,10 @@ async def _results(
     service: JobService, batch_id: str, made_of: server_schemas.BatchInput, *, of_errors: bool
 ) -> AsyncGenerator[bytes]:
     """Lines of results, or of errors; a request with several pictures is one line."""
-    requests: dict[str, list[StoredJob]] = {}
+    requests: dict[str, list[ServedJob]] = {}
     for stored, _ in await asyncio.to_thread(service.store.manifest, batch_id):
-        requests.setdefault(stored.facts.custom_id or stored.facts.id, []).append(stored)
+        record = service.served(stored)
+        requests.setdefault(record.facts.custom_id or record.facts.id, []).append(record)
     for custom_id, jobs in requests.items():
         asked_for = picture_schemas.ChatRequest.model_construct(**made_of.answers.get(custom_id, {}))
         line = await _result(service, custom_id, jobs, made_of.request.endpoint, asked_for)
@@ -451,25 +414,24 @@ async def _results(
 async def _result(
     service: JobService,
     custom_id: str,
-    jobs: list[StoredJob],
+    records: list[ServedJob],
     endpoint: schemas.BatchEndpoint,
     asked_for: picture_schemas.PictureRequest,
 ) -> server_schemas.LineResult:
-    name = f"batch_req_{jobs[0].facts.id}"
-    records = [service.served(stored).job() for stored in jobs]
-    failed = next((job for job in records if job.status != "completed"), None)
+    name = f"batch_req_{records[0].facts.id}"
+    failed = next((each.job() for each in records if each.status != "completed"), None)
     if failed is not None:
         error = failed.error or schemas.JobFailure(code=failed.status, message=failed.status)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)
     try:
         body: schemas.Video | picture_schemas.ChatCompletion | picture_schemas.Images
         if endpoint == "/v1/videos":
-            body = schemas.Video.of(records[0])
+            body = schemas.Video.of(records[0].job())
         elif endpoint == "/v1/chat/completions":
-            body = await chat_completion(service, jobs, asked_for)
+            body = await chat_completion(service, records, asked_for)
         else:
-            data = [await image_content(service, stored, asked_for) for stored in jobs]
-            body = images(service, jobs, data, output_format=asked_for.output_format)
+            data = [await image_content(service, each, asked_for) for each in records]
+            body = images(records, data, output_format=asked_for.output_format)
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)
         return server_schemas.LineResult(id=name, custom_id=custom_id, error=error)

@@ -21,17 +21,16 @@ from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import picture_schemas
-from gfgen.server.protocol.problems import ApiError, bad, opened, responses
+from gfgen.server.protocol.problems import ApiError, bad, opened
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.shown.served_job import ServedJob
-from gfgen.server.store import StoredJob
 from gfgen.system.wording import counted
 
 router = APIRouter(prefix="/v1", tags=["images"])
 ROUTERS = (router,)
 
-_ERRORS = responses(400, 404, 409, 413, 422, 429, 500, 503, 504, 507)
-EVENTS = _ERRORS | responses(**STREAM)
+EVENTS = STREAM["responses"]
+"""Pictures or their events."""
 
 
 @router.post(
@@ -77,30 +76,26 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
         )
         return event_stream(service, lambda: picture_events(service, streamed))
     pictures = await _finished(request, service, ids)
-    answer = images(
-        service,
-        pictures,
-        [await _image(request, service, stored, asked_for) for stored in pictures],
-        output_format=asked_for.output_format,
-    )
+    data = [await _image(request, service, each, asked_for) for each in pictures]
+    answer = images(pictures, data, output_format=asked_for.output_format)
     answer.warnings = warnings or None
     return answer.response()
 
 
 def images(
-    service: JobService,
-    pictures: Sequence[StoredJob],
+    pictures: Sequence[ServedJob],
     data: list[picture_schemas.Image],
     *,
     output_format: Literal["png", "jpeg", "webp"],
 ) -> picture_schemas.Images:
+    first = pictures[0].job()
     return picture_schemas.Images(
-        created=int(pictures[0].facts.created_at),
-        model=pictures[0].facts.model,
+        created=first.created_at,
+        model=first.model,
         data=data,
         output_format=output_format,
-        size=service.served(pictures[0]).job().size,
-        **_durations(service, pictures),
+        size=first.size,
+        **_durations(pictures),
     )
 
 
@@ -108,15 +103,16 @@ def images(
     "/chat/completions",
     tags=["chat"],
     response_model=picture_schemas.ChatCompletion,
-    responses=_ERRORS,
     openapi_extra=documented(picture_schemas.ChatRequest),
     summary="Make pictures in a conversation",
 )
 async def complete_chat(request: Request, service: Service) -> Response:
     """The prompt is the text of the last message of the user, which may also have pictures to begin with.
-    Earlier messages have no effect."""
+    Earlier messages have no effect, which `warnings` say."""
     body = await read_body(request, service=service, picture_name=MESSAGES, most_pictures=MAX_PICTURES)
     asked_for, warnings = opened(picture_schemas.ChatRequest, body.values, is_strict=service.api.strict)
+    if sum(each.role in ("user", "assistant") for each in asked_for.messages) > 1:
+        warnings.append("messages: earlier messages and their pictures have no effect")
     ids = await take_images(request, service, body, asked_for, warnings)
     pictures = await _finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
@@ -125,10 +121,10 @@ async def complete_chat(request: Request, service: Service) -> Response:
 
 
 async def chat_completion(
-    service: JobService, pictures: Sequence[StoredJob], asked_for: picture_schemas.PictureRequest
+    service: JobService, pictures: Sequence[ServedJob], asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.ChatCompletion:
     kind = files.PICTURE_FORMATS[asked_for.output_format]
-    urls = [f"data:{kind};base64,{await base64_of(service, stored, asked_for)}" for stored in pictures]
+    urls = [f"data:{kind};base64,{await base64_of(service, each, asked_for)}" for each in pictures]
     parts = [picture_schemas.ImagePart(image_url=picture_schemas.ImageUrl(url=url)) for url in urls]
     content = counted(len(parts), "picture") if getattr(asked_for, "modalities", None) else parts
     message = picture_schemas.ChatAnswer(content=content, images=parts)
@@ -136,7 +132,7 @@ async def chat_completion(
         id=f"chatcmpl-{pictures[0].facts.id}",
         created=int(pictures[0].facts.created_at),
         model=pictures[0].facts.model,
-        metrics=picture_schemas.ChatMetrics(**_durations(service, pictures)),
+        metrics=picture_schemas.Durations(**_durations(pictures)),
         choices=[picture_schemas.ChatChoice(message=message)],
         warnings=None,
     )
@@ -161,14 +157,14 @@ async def take_images(
     return ids
 
 
-async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[StoredJob]:
+async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[ServedJob]:
     await results(request, service, ids)
     return [done_job(service, job_id) for job_id in ids]
 
 
-def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, Any]:
+def _durations(pictures: Sequence[ServedJob]) -> dict[str, Any]:
     """The times of the picture that took longest, and the memory of the one that took most."""
-    jobs = [service.served(stored).job() for stored in pictures]
+    jobs = [each.job() for each in pictures]
     slowest = max(jobs, key=lambda job: job.inference_time_s or 0.0)
     return {
         "inference_time_s": slowest.inference_time_s,
@@ -178,13 +174,13 @@ def _durations(service: JobService, pictures: Sequence[StoredJob]) -> dict[str, 
 
 
 async def _image(
-    request: Request, service: JobService, stored: StoredJob, asked_for: picture_schemas.ImageRequest
+    request: Request, service: JobService, record: ServedJob, asked_for: picture_schemas.ImageRequest
 ) -> picture_schemas.Image:
-    job_id, kind = stored.facts.id, asked_for.output_format
+    job_id, kind = record.facts.id, asked_for.output_format
     if asked_for.response_format == "url":
-        image = picture_schemas.Image(id=job_id, seed=stored.facts.seed)
+        image = picture_schemas.Image(id=job_id, seed=record.facts.seed)
     else:
-        image = await image_content(service, stored, asked_for)
+        image = await image_content(service, record, asked_for)
     if asked_for.response_format != "b64_json":
         query = [f"format={kind}"] if kind != "png" else []
         if asked_for.output_compression is not None and query:
@@ -285,41 +281,41 @@ async def _partial(
 
 
 async def completed(service: JobService, job_id: str, streamed: Streamed) -> picture_schemas.CompletedImage:
-    stored = done_job(service, job_id)
+    record = done_job(service, job_id)
     kind = streamed.asked_for.output_format
     return picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
-        model=stored.facts.model,
-        b64_json=await base64_of(service, stored, streamed.asked_for),
+        model=record.facts.model,
+        b64_json=await base64_of(service, record, streamed.asked_for),
         created_at=int(service.now()),
         id=job_id,
-        seed=stored.facts.seed,
+        seed=record.facts.seed,
         output_format=kind,
-        size=service.served(stored).job().size,
+        size=record.job().size,
         warnings=list(streamed.warnings) or None,
     )
 
 
-def done_job(service: JobService, job_id: str) -> StoredJob:
-    stored = service.stored(job_id)
-    if stored is None or stored.ending is None:
+def done_job(service: JobService, job_id: str) -> ServedJob:
+    record = service.job(job_id)
+    if record is None or record.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")
-    if stored.ending.status == "cancelled":
+    if record.status == "cancelled":
         raise ApiError(409, f"{job_id} was cancelled", code="cancelled")
-    if stored.ending.status == "failed":
-        code = stored.ending.error_code
+    if record.status == "failed":
+        code = record.ending.error_code
         status = 422 if code == "cannot_be_done" else 500
-        raise ApiError(status, f"{job_id} has failed: {stored.ending.error_message}", code=code)
-    return stored
+        raise ApiError(status, f"{job_id} has failed: {record.ending.error_message}", code=code)
+    return record
 
 
 async def image_content(
-    service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest
+    service: JobService, record: ServedJob, asked_for: picture_schemas.PictureRequest
 ) -> picture_schemas.Image:
-    text = await base64_of(service, stored, asked_for)
-    return picture_schemas.Image(b64_json=text, id=stored.facts.id, seed=stored.facts.seed)
+    text = await base64_of(service, record, asked_for)
+    return picture_schemas.Image(b64_json=text, id=record.facts.id, seed=record.facts.seed)
 
 
-async def base64_of(service: JobService, stored: StoredJob, asked_for: picture_schemas.PictureRequest) -> str:
+async def base64_of(service: JobService, record: ServedJob, asked_for: picture_schemas.PictureRequest) -> str:
     kind, quality = asked_for.output_format, asked_for.output_compression
-    return await files.base64_as(service.folder.result(stored.facts), kind, quality)
+    return await files.base64_as(service.folder.result(record.facts), kind, quality)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from importlib import resources
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
-from gfgen.server.http.bodies import json_body, read_model
+from gfgen.server.http.bodies import json_body, read_model, sends
 from gfgen.server.http.guard import COOKIE, Access, slow_down
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import STREAM, event_stream, state_events
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
-from gfgen.server.protocol.problems import ApiError, responses
+from gfgen.server.protocol.problems import ApiError
 from gfgen.server.shown.prometheus import CONTENT_TYPE
 
 router = APIRouter(tags=["server"])
@@ -38,25 +38,15 @@ def read_page() -> dict[str, tuple[bytes, str]]:
     return {file.name: (file.read_bytes(), kind) for file, kind in files if kind is not None}
 
 
-@router.get(
-    "/health",
-    response_model=server_schemas.Health,
-    responses=responses(503),
-    summary="Does the server take jobs?",
-)
-async def health(service: Service) -> Response:
+@router.get("/health", summary="Does the server take jobs?")
+async def health(service: Service) -> dict[str, str]:
     """200 once jobs are accepted: clients that know no /ready wait for this."""
     service.check_ready()
-    return server_schemas.Health().response()
+    return {"status": "ok"}
 
 
-@router.get(
-    "/ready",
-    response_model=server_schemas.Ready,
-    responses=responses(503),
-    summary="Are the models loaded, all workers up and the disk writable?",
-)
-async def ready(service: Service) -> Response:
+@router.get("/ready", summary="Are the models loaded, all workers up and the disk writable?")
+async def ready(service: Service) -> dict[str, str | int]:
     service.check_ready()
     try:
         await service.store.check_writable()
@@ -69,63 +59,42 @@ async def ready(service: Service) -> Response:
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    return server_schemas.Ready(ranks=sum(rank.status != "retired" for rank in ranks)).response()
+    return {"status": "ready", "ranks": sum(rank.status != "retired" for rank in ranks)}
 
 
-@router.get(
-    "/metrics",
-    response_class=Response,
-    responses=responses(**{"text/plain": {"schema": {"type": "string"}}}),
-    summary="Metrics for Prometheus",
-)
+@router.get("/metrics", **sends("text/plain"), summary="Metrics for Prometheus")
 async def metrics(request: Request, service: Service) -> Response:
     if not Access.of(request.scope).only_metrics:
         _check_admin(service)
     return Response(service.mirror.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/version", response_model=server_schemas.Version, summary="Get the version")
-async def version(service: Service) -> Response:
-    return server_schemas.Version(version=service.mirror.version).response()
+@router.get("/version", summary="Get the version")
+async def version(service: Service) -> dict[str, str]:
+    return {"version": service.mirror.version}
 
 
-@router.get("/v1/models", response_model=server_schemas.ModelList, summary="List models")
-async def list_models(service: Service) -> Response:
-    return server_schemas.ModelList(data=service.models()).response()
+@router.get("/v1/models", summary="List models")
+async def list_models(service: Service) -> server_schemas.ModelList:
+    return server_schemas.ModelList(data=service.models())
 
 
-@router.get(
-    "/v1/models/{model:path}",
-    response_model=server_schemas.ServedModel,
-    responses=responses(404),
-    summary="Get a model",
-)
-async def get_model(service: Service, model: str) -> Response:
+@router.get("/v1/models/{model:path}", summary="Get a model")
+async def get_model(service: Service, model: str) -> server_schemas.ServedModel:
     for each in service.models():
         if each.id == model:
-            return each.response()
+            return each
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
 
 
-@router.get(
-    "/v1/policy",
-    response_model=server_schemas.PolicyState,
-    responses=responses(503),
-    summary="Get the policy",
-)
-async def get_policy(service: Service) -> Response:
+@router.get("/v1/policy", summary="Get the policy")
+async def get_policy(service: Service) -> server_schemas.PolicyState:
     service.check_ready()
-    return service.mirror.policy.response()
+    return service.mirror.policy
 
 
-@router.post(
-    "/v1/policy",
-    response_model=server_schemas.PolicyState,
-    responses=responses(400, 413, 503),
-    openapi_extra=json_body(server_schemas.PolicyRequest),
-    summary="Change the policy",
-)
-async def set_policy(request: Request, service: Service) -> Response:
+@router.post("/v1/policy", openapi_extra=json_body(server_schemas.PolicyRequest), summary="Change the policy")
+async def set_policy(request: Request, service: Service) -> server_schemas.PolicyState:
     """Accepts a built-in policy with its options. Running steps finish; the new policy decides the next."""
     _check_admin(service)
     service.check_ready()
@@ -138,20 +107,15 @@ async def set_policy(request: Request, service: Service) -> Response:
     except PolicyError as error:
         raise ApiError(400, str(error).removeprefix("--policy "), param="policy") from None
     service.set_policy(policy.name)
-    return service.mirror.policy.response()
+    return service.mirror.policy
 
 
-@router.get("/v1/state", response_model=server_schemas.LiveState, summary="Get the live state")
-async def get_state(service: Service) -> Response:
-    return service.mirror.state(service.owner).response()
+@router.get("/v1/state", summary="Get the live state")
+async def get_state(service: Service) -> server_schemas.LiveState:
+    return service.mirror.state(service.owner)
 
 
-@router.get(
-    "/v1/state/events",
-    response_class=StreamingResponse,
-    responses=responses(429, **STREAM),
-    summary="Stream the live state and its changes",
-)
+@router.get("/v1/state/events", **STREAM, summary="Stream the live state and its changes")
 async def follow_state(request: Request, service: Service) -> Response:
     """Server-sent events: `state` with a `LiveState`, then `change` with a `Change`."""
     feed = request.app.state.feeds.of(service.owner)
@@ -161,8 +125,6 @@ async def follow_state(request: Request, service: Service) -> Response:
 @router.post(
     "/v1/session",
     status_code=204,
-    response_class=Response,
-    responses=responses(400, 413),
     openapi_extra=json_body(server_schemas.SessionRequest),
     summary="Exchange the key for a cookie",
 )
@@ -175,13 +137,12 @@ async def open_session(request: Request, service: Service) -> Response:
         raise ApiError(401, "the key is wrong")
     response = Response(status_code=204)
     if keys.is_needed:
-        secure = request.url.scheme == "https"
         response.set_cookie(
             COOKIE,
             keys.cookie(access),
             httponly=True,
             samesite="strict",
-            secure=secure,
+            secure=request.url.scheme == "https",
             path=service.api.root_path or "/",
         )
     return response

@@ -9,9 +9,10 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
+from gfgen.server.http.bodies import sends
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
+from gfgen.server.protocol.server_schemas import Change, LiveState, Rank
 from gfgen.server.shown.mirror import RunMirror
 from gfgen.server.shown.served_job import Notifier, ServedJob
 
@@ -22,8 +23,7 @@ MAX_CHANGES = 50
 QUIET_S = 15.0
 """Interval of comments that keep proxies from closing a quiet stream."""
 RETRY_MS = 2000
-STREAM: dict[str, Any] = {"text/event-stream": {}}
-"""For OpenAPI."""
+STREAM = sends("text/event-stream")
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -34,7 +34,7 @@ class StateFeed:
         self._mirror = mirror
         self._owner = owner
         self._changes: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
-        self._seen: server_schemas.LiveState | None = None
+        self._seen: LiveState | None = None
         """The state to which the next change refers; None while there are no readers."""
         self.number = 0
         self.num_readers = 0
@@ -86,9 +86,7 @@ class StateFeeds:
             feed.updates.notify()
 
 
-def change_between(
-    before: server_schemas.LiveState, after: server_schemas.LiveState
-) -> server_schemas.Change | None:
+def change_between(before: LiveState, after: LiveState) -> Change | None:
     """What differs, or None. A job or bar has changed if it is another object; time alone changes nothing."""
     values: dict[str, Any] = {}
     if (before.status, before.reason) != (after.status, after.reason):
@@ -109,10 +107,10 @@ def change_between(
     if old != new:
         values["finished"] = [job for job in after.finished if job.id not in old]
         values["removed"] = [job.id for job in before.finished if job.id not in new]
-    return server_schemas.Change(server_time=after.server_time, **values) if values else None
+    return Change(server_time=after.server_time, **values) if values else None
 
 
-def _without_use(rank: server_schemas.Rank) -> Any:
+def _without_use(rank: Rank) -> Any:
     """What counts as a change of a rank: its utilisation changes all the time."""
     return rank.rank, rank.status, rank.task, rank.restarts
 

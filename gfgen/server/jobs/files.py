@@ -21,14 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable, Response
+from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
+from starlette.staticfiles import NotModifiedResponse
 from starlette.types import Receive, Scope, Send
 
 from gfgen.errors import OutputError
 from gfgen.job import images
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
-from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError, bad
+from gfgen.server.protocol.server_schemas import BatchInput, Purpose, UploadedFile
 from gfgen.server.store import JobFacts, Store
 
 logger = logging.getLogger(__name__)
@@ -129,12 +130,12 @@ class JobFolder:
         """Create the folders, and remove what a killed server left of cancelled, failed and unknown jobs.
 
         A damaged store may be repaired and put back later. So results are removed only if this store knows
-        that their jobs have none, and input pictures only if they are newer than the store.
+        that their jobs have none.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
         open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.made_at)
+        _clear(self.inputs, lambda ids: ids - open_ids)
         thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
         _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
         _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)
@@ -186,23 +187,15 @@ def _unlink(path: Path) -> None:
 
 
 def _clear(
-    folder: Path,
-    unwanted: Callable[[set[str]], set[str]],
-    *,
-    suffixes: tuple[str, ...] | None = None,
-    made_after: float = 0.0,
+    folder: Path, unwanted: Callable[[set[str]], set[str]], *, suffixes: tuple[str, ...] | None = None
 ) -> None:
-    """Remove files that are named by an unwanted job id with one of these suffixes, or with any.
-
-    Files from before `made_after` (Unix time) stay.
-    """
+    """Remove files that are named by an unwanted job id with one of these suffixes, or with any."""
     found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
     found = [
         (path, job_id)
         for path, job_id in found
         if (suffixes is None or path.name.removeprefix(job_id) in suffixes) and _OWN_ID.fullmatch(job_id)
     ]
-    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
     gone = unwanted({job_id for _, job_id in found})
     for path, job_id in found:
         if job_id in gone:
@@ -239,8 +232,7 @@ class StoredFile(FileResponse):
             if Headers(scope=scope).get("if-none-match") != self.headers["etag"]:
                 await super().__call__(scope, receive, send)
                 return
-            kept = {name: self.headers[name] for name in ("etag", "last-modified", "cache-control")}
-            await Response(status_code=304, headers=kept)(scope, receive, send)
+            await NotModifiedResponse(self.headers)(scope, receive, send)
 
     @classmethod
     def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
@@ -308,14 +300,6 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
-class _KeptFile(server_schemas.UploadedFile):
-    owner: str | None = None
-
-    @property
-    def public(self) -> server_schemas.UploadedFile:
-        return server_schemas.UploadedFile(**self.model_dump(exclude={"owner"}))
-
-
 class Uploads:
     """All methods read or write the disk. They raise OutputError if it is full."""
 
@@ -329,16 +313,14 @@ class Uploads:
         uploads._owner = owner
         return uploads
 
-    def add(
-        self, content: bytes, *, filename: str, now: float, purpose: server_schemas.Purpose = "batch"
-    ) -> server_schemas.UploadedFile:
+    def add(self, content: bytes, *, filename: str, now: float, purpose: Purpose = "batch") -> UploadedFile:
         if purpose != "batch":
             checked_picture(content, param="file")
         used_bytes = sum(file.bytes for file in self._kept())
         if used_bytes + len(content) > self._most_bytes:
             raise ApiError(413, f"the files exceed {self._most_bytes:,} bytes; delete some", param="file")
         file_id = f"file-{secrets.token_hex(12)}"
-        file = _KeptFile(
+        file = UploadedFile(
             id=file_id,
             bytes=len(content),
             created_at=int(now),
@@ -348,22 +330,22 @@ class Uploads:
         )
         self._save(f"{file_id}.jsonl", content)
         self._save(f"{file_id}.json", file.model_dump_json().encode())
-        return file.public
+        return file
 
-    def all(self) -> list[server_schemas.UploadedFile]:
+    def all(self) -> list[UploadedFile]:
         """Most recent first."""
         return sorted(self._kept(), key=lambda file: file.created_at, reverse=True)
 
-    def _kept(self) -> Iterator[server_schemas.UploadedFile]:
+    def _kept(self) -> Iterator[UploadedFile]:
         for path in self._folder.glob("*.json"):
             with suppress(ApiError):  # removed meanwhile, of another key, or the description of a batch
                 yield self.find(path.stem)
 
-    def find(self, file_id: str) -> server_schemas.UploadedFile:
-        file = _KeptFile.model_validate_json(self._read(file_id, ".json"))
+    def find(self, file_id: str) -> UploadedFile:
+        file = UploadedFile.model_validate_json(self._read(file_id, ".json"))
         if self._owner not in (None, file.owner):
             raise no_file(file_id)
-        return file.public
+        return file
 
     def content(self, file_id: str) -> bytes:
         self.find(file_id)
@@ -374,20 +356,18 @@ class Uploads:
         for suffix in (".json", ".jsonl"):
             (self._folder / f"{file_id}{suffix}").unlink(missing_ok=True)
 
-    def note_batch(self, batch_id: str, made_of: server_schemas.BatchInput) -> None:
+    def note_batch(self, batch_id: str, made_of: BatchInput) -> None:
         self._save(f"{batch_id}.json", made_of.model_dump_json().encode())
 
     def forget_batch(self, batch_id: str) -> None:
         (self._folder / f"{batch_id}.json").unlink(missing_ok=True)
 
-    def batch(self, batch_id: str) -> server_schemas.BatchInput | None:
+    def batch(self, batch_id: str) -> BatchInput | None:
         """What a batch was made of; None for a batch of a job file."""
         if not _BATCH_ID.fullmatch(batch_id):
             return None
         try:
-            return server_schemas.BatchInput.model_validate_json(
-                (self._folder / f"{batch_id}.json").read_bytes()
-            )
+            return BatchInput.model_validate_json((self._folder / f"{batch_id}.json").read_bytes())
         except FileNotFoundError:
             return None
 

@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from gfgen.job.images import ImageError, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, drawn, later_seed, num_pictures
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.protocol import picture_schemas, schemas, server_schemas
+from gfgen.runtime.files.metadata import texts_by
+from gfgen.server.protocol import picture_schemas, schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import (
     NO_PATHS,
@@ -38,10 +39,13 @@ from gfgen.server.protocol.problems import (
     renamed,
     without_folders,
 )
+from gfgen.server.protocol.server_schemas import BatchLine, LineFailure, ServedModel
 from gfgen.server.store import JobFacts, NewJob
 
 logger = logging.getLogger(__name__)
 
+Models = Sequence[ServedModel]
+"""Those that are served."""
 _ONE_FILE = "a job over HTTP makes one file; send one request for each picture"
 MAX_FIELDS, MAX_UPLOADS, MAX_PICTURES = 64, 32, 16
 """The last one is of an edit, as at OpenAI."""
@@ -76,12 +80,15 @@ class Upload:
         return hashlib.sha256(self.content).hexdigest()
 
 
+Uploaded = Mapping[str, Sequence[Upload]]
+"""Files for arguments of the pipeline, by argument."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
     spec: JobSpec
     picture: bytes | None = None
-    uploads: Mapping[str, Sequence[Upload]] = field(default_factory=dict)
-    """Files for arguments of the pipeline, by argument."""
+    uploads: Uploaded = field(default_factory=dict)
     batch_id: str | None = None
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
@@ -103,9 +110,7 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def video_job(
-    request: schemas.VideoRequest, *, models: Sequence[server_schemas.ServedModel], ignored: list[str] | None
-) -> RequestedJob:
+def video_job(request: schemas.VideoRequest, *, models: Models, ignored: list[str] | None) -> RequestedJob:
     """The job of a video request; the caller adds the picture.
 
     A video model may make a single frame, a picture: warm-up requests ask for that.
@@ -128,15 +133,15 @@ def image_jobs(
     *,
     pictures: Sequence[bytes] = (),
     mask: bytes | None = None,
-    models: Sequence[server_schemas.ServedModel],
+    models: Models,
     ignored: list[str] | None,
 ) -> list[RequestedJob]:
     """One job per picture; each after the first has the next seed. `pictures` are those to begin with, and
     `mask` is white where the first of them is painted."""
-    job, words = request.job, {**request.names, "files.image": "image"}
+    job, words = request.job, {**request.names, "files.image": "image", **request.other_names}
     is_several = len(pictures) > 1
 
-    def takes(model: server_schemas.ServedModel) -> bool:
+    def takes(model: ServedModel) -> bool:
         takes_image = model.takes_several if is_several else not pictures or model.takes_image != "no"
         return takes_image and (mask is None or model.mask_argument is not None)
 
@@ -173,7 +178,9 @@ def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = picture_schemas.ResponseRequest
     request = checked(kind, {name: values.get(name) for name in kind.model_fields})
     tools = [tool for tool in request.tools or () if tool.get("type") == "image_generation"]
-    if not tools or request.tool_choice == "none":
+    choice = request.tool_choice
+    chosen = choice.get("type") if isinstance(choice, Mapping) else choice
+    if not tools or chosen not in (None, "auto", "required", "image_generation", "allowed_tools"):
         raise bad("tools", 'this server makes pictures, no texts; give [{"type": "image_generation"}]')
     if len(tools) > 1:
         raise bad("tools", f"{len(tools)} of type image_generation; give one")
@@ -187,6 +194,7 @@ def response_values(values: Mapping[str, Any]) -> dict[str, Any]:
         raise bad("input", "has no text of the user, which is the prompt")
     taken = {*kind.model_fields, *kind.ignored, "prompt"}
     fields = {name: value for name, value in values.items() if name not in taken}
+    fields |= {f"tools.{each.get('type')}": each for each in request.tools or () if each is not tool}
     for name in tool.keys() - {"type", "action", "model"}:
         fields[f"tools.{name}" if name in taken - {"background"} else name] = tool[name]
     model = tool.get("model") or request.model
@@ -218,10 +226,8 @@ def painted_part(mask: bytes, picture: bytes) -> bytes:
 
 
 def taken_uploads(
-    values: Mapping[str, Any],
-    uploads: Mapping[str, Sequence[Upload]],
-    read_file: Callable[[str], bytes],
-) -> tuple[Mapping[str, Any], Mapping[str, Sequence[Upload]]]:
+    values: Mapping[str, Any], uploads: Uploaded, read_file: Callable[[str], bytes]
+) -> tuple[Mapping[str, Any], Uploaded]:
     """The values without `files`, and the uploads with those that `files` refers to."""
     named = values.get("files")
     if named is None:
@@ -241,12 +247,7 @@ def taken_uploads(
     return {name: value for name, value in values.items() if name != "files"}, found
 
 
-def plain_job(
-    request: schemas.JobRequest,
-    *,
-    uploads: Mapping[str, Sequence[Upload]],
-    models: Sequence[server_schemas.ServedModel],
-) -> RequestedJob:
+def plain_job(request: schemas.JobRequest, *, uploads: Uploaded, models: Models) -> RequestedJob:
     job = request.job
     model = chosen_model(job.get("model"), models, kind=None)
     kind = "image" if model.kind == "image" or job.get("frames") == 1 else "video"
@@ -257,13 +258,7 @@ def plain_job(
 
 
 def batch_jobs(
-    content: bytes,
-    *,
-    suffix: str,
-    max_jobs: int,
-    batch_id: str,
-    skip_invalid: bool,
-    models: Sequence[server_schemas.ServedModel],
+    content: bytes, *, suffix: str, max_jobs: int, batch_id: str, skip_invalid: bool, models: Models
 ) -> tuple[list[RequestedJob], tuple[Problem, ...]]:
     """The jobs of a job file, and its problems if those may be skipped.
 
@@ -301,20 +296,14 @@ def batch_jobs(
 
 
 def batch_lines(
-    content: bytes,
-    *,
-    endpoint: str,
-    batch_id: str,
-    models: Sequence[server_schemas.ServedModel],
-    max_lines: int,
-    is_strict: bool,
-) -> tuple[list[list[RequestedJob]], list[server_schemas.LineFailure]]:
+    content: bytes, *, endpoint: str, batch_id: str, models: Models, max_lines: int, is_strict: bool
+) -> tuple[list[list[RequestedJob]], list[LineFailure]]:
     """The jobs of each valid line of an uploaded file of OpenAI's requests, and the other lines.
 
     Raises: ApiError if there are more lines than that.
     """
     lines: list[list[RequestedJob]] = []
-    failures: list[server_schemas.LineFailure] = []
+    failures: list[LineFailure] = []
     first_lines: dict[str, int] = {}
     for number, text in enumerate(io.BytesIO(content), start=1):
         if not text.strip():
@@ -323,7 +312,7 @@ def batch_lines(
             raise ApiError(413, f"the file has more than {max_lines:,} requests: split it")
         custom_id = None
         try:
-            line = checked(server_schemas.BatchLine, json_object(text))
+            line = checked(BatchLine, json_object(text))
             custom_id = line.custom_id
             if (first := first_lines.setdefault(custom_id, number)) != number:
                 raise bad("custom_id", f"also on line {first}; give each its own")
@@ -338,8 +327,8 @@ def batch_lines(
     return lines, failures
 
 
-def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> server_schemas.LineFailure:
-    return server_schemas.LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
+def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> LineFailure:
+    return LineFailure(custom_id=custom_id, line=line, code=error.code, message=error.message)
 
 
 def json_object(content: bytes) -> dict[str, Any]:
@@ -364,7 +353,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _line_jobs(
-    endpoint: str, body: Mapping[str, Any], models: Sequence[server_schemas.ServedModel], *, is_strict: bool
+    endpoint: str, body: Mapping[str, Any], models: Models, *, is_strict: bool
 ) -> list[RequestedJob]:
     if "input_reference" in body:
         raise bad("input_reference", "pictures are not accepted in batches")
@@ -384,11 +373,11 @@ def _line_jobs(
 
 def chosen_model(
     name: str | None,
-    models: Sequence[server_schemas.ServedModel],
+    models: Models,
     *,
     kind: schemas.MediaKind | None,
-    takes: Callable[[server_schemas.ServedModel], bool] = lambda model: True,
-) -> server_schemas.ServedModel:
+    takes: Callable[[ServedModel], bool] = lambda model: True,
+) -> ServedModel:
     """The served model of this name, or the first one that fits; raises ApiError if there is no such name.
 
     A model of this kind fits that `takes` what is given, or if there is none, any model that does.
@@ -483,7 +472,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         model=run.model or "",
         prompt=run.prompt,
         size=run.size_text,
-        steps=run.steps or 0,
+        steps=job.trajectory.num_steps,
         seed=run.seed or 0,
         created_at=now,
         arrives_at=arrives_at,
@@ -504,17 +493,9 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
     due: dict[str, Any] = {"deadline_s": None, "deadline_at": deadline_at, "deadline_clock": None}
     stored = replace(spec, owner=run.owner, seed=run.seed, line=None, image=None, **due)
     if spec.files is not None:  # the folder may move
-        stored = replace(stored, files=_each_path(spec.files, lambda path: Path(path).name))
-    return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
-
-
-def _each_path(
-    files: Mapping[str, str | list[str]], change: Callable[[str], str]
-) -> dict[str, str | list[str]]:
-    return {
-        name: change(paths) if isinstance(paths, str) else list(map(change, paths))
-        for name, paths in files.items()
-    }
+        stored = replace(stored, files=texts_by(lambda path: Path(path).name, spec.files))
+    said = ((each.name, getattr(stored, each.name)) for each in fields(stored))
+    return facts, {name: value for name, value in said if value is not None}
 
 
 def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, inputs: Path, now: float) -> JobSpec:
@@ -523,7 +504,7 @@ def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, inputs: Path, now:
     has_image = facts.input_file is not None and "image_sha256" in spec
     stored = JobSpec(**{**spec, "image": str(inputs / facts.id) if has_image else None})
     if stored.files is not None:
-        stored = replace(stored, files=_each_path(stored.files, lambda name: str(inputs / name)))
+        stored = replace(stored, files=texts_by(lambda name: str(inputs / name), stored.files))
     waited_s = max(0.0, now - facts.arrives_at)
     timeout_s = stored.timeout_s
     if timeout_s is not None:
@@ -535,9 +516,7 @@ def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
 
 
-def _spec(
-    job: Mapping[str, Any], model: server_schemas.ServedModel, kind: str, words: Mapping[str, str]
-) -> JobSpec:
+def _spec(job: Mapping[str, Any], model: ServedModel, kind: str, words: Mapping[str, str]) -> JobSpec:
     named = {**job, "model": model.root or model.id}
     fields, problems = parse_fields(named, images=NO_PATHS)
     if problems:

@@ -41,7 +41,6 @@ from gfgen.server.store import (
     RequestKey,
     Store,
     StoredJob,
-    Work,
     used_rank_s,
 )
 from gfgen.system.wording import counted
@@ -162,7 +161,7 @@ class JobService:
         now = self.now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, owner=self.owner, now=now)
-        self.mirror.add(ServedJob(one.facts) for one in accepted)
+        self.mirror.add(ServedJob(facts) for facts, _ in accepted)
         tell_of_warnings((job.info.spec, job.info.warnings) for _, job in jobs)
         self.submit([job for _, job in jobs])
 
@@ -268,10 +267,10 @@ class JobService:
         if record.facts.input_file is not None:
             self.folder.remove_input(record.facts.input_file)
 
-    async def remove(self, stored: Sequence[StoredJob]) -> None:
-        for one in stored:
-            self.folder.remove(one.facts)
-        ids = [one.facts.id for one in stored]
+    async def remove(self, jobs: Sequence[JobFacts]) -> None:
+        for facts in jobs:
+            self.folder.remove(facts)
+        ids = [facts.id for facts in jobs]
         await self.store.remove(ids)
         self.mirror.remove(ids)
 
@@ -279,7 +278,7 @@ class JobService:
         """Remove jobs that are older than `keep_s`, and the oldest beyond `keep_bytes`."""
         before = self.now() - self.limits.keep_s
         if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
-            await self.remove(outdated)
+            await self.remove([stored.facts for stored in outdated])
             logger.info("removed %s past the retention limits", counted(len(outdated), "ended job"))
         self.uploads.remove_expired(before=before, is_kept=lambda name: self.store.batch(name) is not None)
         await self.store.forget_requests(now=self.now())
@@ -291,13 +290,9 @@ class JobService:
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""
         record = self.mirror.find(job_id)
-        if record is None and (stored := self.stored(job_id)) is not None:
+        if record is None and (stored := self.store.job(job_id)) is not None:
             record = self.served(stored)
         return record if record is not None and self._sees(record.facts.owner) else None
-
-    def stored(self, job_id: str) -> StoredJob | None:
-        stored = self.store.job(job_id)
-        return stored if stored is not None and self._sees(stored.facts.owner) else None
 
     def batch(self, batch_id: str) -> BatchRow | None:
         row = self.store.batch(batch_id)
@@ -307,9 +302,9 @@ class JobService:
         return self.owner in (None, owner)
 
     def served(self, stored: StoredJob) -> ServedJob:
-        """A job of the store. It counts as queued if it is open while the server is loading."""
+        """A job of the store, which knows an end first. An open one is queued while the server loads."""
         record = self.mirror.find(stored.facts.id)
-        if record is None:
+        if record is None or (stored.ending is not None and not record.has_ended):
             record = ServedJob(stored.facts)
             if stored.ending is not None:
                 record.end(stored.ending, expires_at=stored.ending.completed_at + self.limits.keep_s)
@@ -463,11 +458,10 @@ class RunFollower:
             started_at=None if outcome.started_s is None else self._mirror.run.at(outcome.started_s),
             size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
-            step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
+            step=outcome.info.num_tasks - 3 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
-            manifest=(entry := manifest_entry(outcome, written_at=self._service.now())),
-            work=Work.of(entry),
+            manifest=manifest_entry(outcome, written_at=self._service.now()),
         )
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:

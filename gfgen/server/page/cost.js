@@ -4,13 +4,20 @@ const NEAREST = 5;
 
 /** { each, ends } in seconds: of ranks for one job, and until the last of `number` jobs is there; else null. */
 export function estimate(live, { model, size, frames, steps, number }) {
-  const work = workOf({ size, frames, steps });
-  if (!work) return null;
+  const pixels = pixelsOf({ size, frames });
+  if (!pixels || !Number(steps)) return null;
   const known = live.ended.filter((job) => job.status === "completed" && job.model === model && job.rank_s > 0);
-  const far = (job) => Math.abs(Math.log(workOf(job) / work));
-  const near = known.filter(workOf).sort((a, b) => far(a) - far(b)).slice(0, NEAREST);
-  if (!near.length) return null;
-  const each = middle(near.map((job) => (job.rank_s * work) / workOf(job)));
+  const bySize = Map.groupBy(known.filter((job) => pixelsOf(job) * job.steps), pixelsOf);
+  if (!bySize.size) return null;
+  const alike = (of) => bySize.get(of).toSorted((a, b) => apart(a.steps, steps) - apart(b.steps, steps)).slice(0, NEAREST);
+  const stepS = (of) => middle(alike(of).map((job) => job.rank_s / job.steps));
+  // A step takes as long as those of jobs with as many pixels, or a time between those with fewer and with more.
+  const sizes = [...bySize.keys()].sort((a, b) => a - b);
+  const below = sizes.findLast((each) => each <= pixels) ?? sizes[0];
+  const above = sizes.find((each) => each >= pixels) ?? sizes.at(-1);
+  const power = below === above ? 1 : Math.log(stepS(above) / stepS(below)) / Math.log(above / below);
+  const each = Number(steps) * stepS(below) * (pixels / below) ** power;
+  const near = alike(apart(below, pixels) <= apart(above, pixels) ? below : above);
   const shared = middle(near.map((job) => Math.max(1, job.rank_s / (job.inference_time_s || job.rank_s))));
   const ranks = live.state.ranks.filter((rank) => rank.status === "idle" || rank.status === "busy");
   const num = Math.max(1, ranks.length);
@@ -23,12 +30,15 @@ function queueS(live) {
   return Math.max(0, Math.max(0, ...ends) - live.now());
 }
 
-function workOf({ size, frames, steps }) {
+function pixelsOf({ size, frames }) {
   const [width, height] = String(size).toLowerCase().split("x").map(Number);
-  return width * height * (Number(frames) || 1) * Number(steps) || 0;
+  return width * height * (Number(frames) || 1) || 0;
 }
 
-const middle = (values) => values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)];
+const apart = (one, other) => Math.abs(Math.log(one / other));
+
+/** Of two the smaller: a first job may have waited for its model. */
+const middle = (values) => values.toSorted((a, b) => a - b)[(values.length - 1) >> 1];
 
 /** Seconds of a text like "90s", "2m" or "1h30m"; null for others. */
 export function seconds(text) {

@@ -256,7 +256,7 @@ export class Timeline {
     if (next === Infinity) return;
     const brush = this.#brush;
     const isNear = next === bar.rank + 1;
-    const isPale = isNear && bar.stage !== "denoise";
+    const isPale = isNear && !["denoise", "refine"].includes(bar.stage);
     brush.globalAlpha = isFaint ? 0.2 : isPale ? 0.4 : 1;
     brush.fillStyle = isNear && !isPale ? this.#paints.fill(colour) : this.#paints.edge(colour);
     const gap = (next - bar.rank) * this.#size.lane - height;
@@ -265,7 +265,7 @@ export class Timeline {
 
   #drawBar({ bar, colour, left, width, top, height, isFaint }) {
     const brush = this.#brush;
-    const isPale = bar.stage !== "denoise";
+    const isPale = !["denoise", "refine"].includes(bar.stage);
     brush.beginPath();
     brush.roundRect(left, top, width, height, Math.min(3, width / 2));
     if (isPale) {
@@ -309,7 +309,7 @@ export class Timeline {
     const words = [this.#title(bar.job_id).slice(0, 90), sharing(bar.layout)];
     const text = this.#fitting(words[slot] ?? "", room);
     if (!text) return;
-    const isPale = bar.stage !== "denoise";
+    const isPale = !["denoise", "refine"].includes(bar.stage);
     brush.globalAlpha = 1;
     brush.textBaseline = "middle";
     brush.textAlign = "left";
@@ -354,7 +354,7 @@ export class Timeline {
     const job = this.#live.job(found.job_id);
     const tookS = (found.ended_at ?? this.#nowS) - found.started_at;
     const steps = `steps ${found.first_step + 1} to ${found.last_step + 1} of ${job?.steps ?? "?"}`;
-    const what = found.stage === "denoise" ? steps : doing(found.stage, null, 0);
+    const what = ["denoise", "refine"].includes(found.stage) ? steps : doing(found.stage, null, 0);
     const where = `${ranksOf(found.layout)} ${sharing(found.layout)}`;
     write(tip, `${this.#title(found.job_id)}\n${what}, ${duration(tookS)}\n${where}`);
     const panel = tip.offsetParent.getBoundingClientRect();

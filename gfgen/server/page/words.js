@@ -118,7 +118,7 @@ export function counted(number, noun) {
 
 /** The current work: "step 5 of 25", "decoding". */
 export function doing(stage, step, steps) {
-  return (stage === "denoise" || stage === "reuse") && steps ? `step ${step + 1} of ${steps}` : STAGES[stage] ?? "";
+  return ["denoise", "reuse", "refine"].includes(stage) && steps ? `step ${step + 1} of ${steps}` : STAGES[stage] ?? "";
 }
 
 /** A job's settings on one line. */

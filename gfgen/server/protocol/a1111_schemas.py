@@ -7,13 +7,16 @@ and its extension stable-diffusion, and the documentation of A1111's API.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from gfgen.job.fields import MAX_STEPS
 from gfgen.job.samplers import SCHEDULES, known_sampler
+from gfgen.job.spec import UPSCALE_FIELDS
 from gfgen.job.weighted import AUTO
 from gfgen.server.protocol.picture_schemas import AskedPictures
 from gfgen.server.protocol.problems import bad
@@ -26,6 +29,8 @@ SAMPLER_NAMES = (
 SCHEDULE_NAMES = (
     *("Automatic", "Karras", "Exponential", "SGM Uniform", "Simple", "Normal", "DDIM Uniform", "Beta"),
 )
+UPSCALER_NAMES = ("None", "Lanczos")
+"""Both are Lanczos, as in A1111."""
 TAG = "a1111"
 """That of this API's jobs, by which `progress` and `interrupt` know them."""
 CHECKPOINT = "sd_model_checkpoint"
@@ -33,6 +38,7 @@ OPTIONS: Mapping[str, Any] = {"sd_vae": "Automatic", "CLIP_stop_at_last_layers":
 """Settings beside the model; each has this value only."""
 _ONLY: Mapping[str, Any] = {"restore_faces": False, "clip_skip": 1, "send_images": True}
 """Fields with one value that has no effect; any other one gets a warning."""
+_SECOND_PASS = ("enable_hr", "denoising_strength", "hr_second_pass_steps")
 _PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
 _Free = Annotated[Any, Field(exclude=True)]
 
@@ -46,15 +52,21 @@ class A1111Request(AskedPictures):
         "model": CHECKPOINT,
         "image": "init_images",
     }
+    other_names: ClassVar = dict(zip(UPSCALE_FIELDS, _SECOND_PASS, strict=True))
     required = ("prompt",)
     init_images: list[str] | None = Field(None, description="One picture as base64 or a data: URL.")
     sampler_name: str | None = Field(None, max_length=100, description="One of GET /sdapi/v1/samplers.")
     scheduler: str | None = Field(None, max_length=100, description="One of GET /sdapi/v1/schedulers.")
     batch_size: int | None = Field(None, ge=1, le=100, description="Pictures. [1]")
     n_iter: int | None = Field(None, ge=1, le=100, description="Times `batch_size`. [1]")
-    denoising_strength: float | None = Field(None, ge=0, le=1, description="Of img2img. [0.75]")
+    denoising_strength: float | None = Field(None, ge=0, le=1, description="Of img2img or enable_hr. [0.75]")
+    enable_hr: bool | None = Field(None, exclude=True, description="Begin a second pass with the picture.")
+    hr_scale: float | None = Field(None, ge=1, description="How much larger. [2]")
+    hr_resize_x: int | None = Field(None, ge=0, description="Its width, in place of `hr_scale`.")
+    hr_resize_y: int | None = Field(None, ge=0, description="Its height, in place of `hr_scale`.")
+    hr_second_pass_steps: int | None = Field(None, ge=0, le=MAX_STEPS, description="[`steps`]")
+    hr_upscaler: str | None = Field(None, max_length=200, description="One of GET /sdapi/v1/upscalers.")
     override_settings: _Free = None
-    enable_hr: _Free = None
     script_name: _Free = None
     alwayson_scripts: _Free = None
     restore_faces: _Free = None
@@ -64,9 +76,6 @@ class A1111Request(AskedPictures):
     save_images: Unused = None
     do_not_save_grid: Unused = None
     do_not_save_samples: Unused = None
-    hr_upscaler: Unused = None
-    hr_scale: Unused = None
-    hr_second_pass_steps: Unused = None
     hr_additional_modules: Unused = None
 
     @property
@@ -82,9 +91,24 @@ class A1111Request(AskedPictures):
             job["prompt"] = " ".join(_PATCH.sub("", job["prompt"]).split())
         if importlib.util.find_spec("compel") is not None:  # without it weights get a warning
             job["prompt_syntax"] = AUTO
-        if self.denoising_strength is not None:
+        if self.enable_hr:
+            job |= self._second_pass(job)
+        elif self.denoising_strength is not None:
             job["args"] = {"strength": self.denoising_strength}
         return {name: value for name, value in job.items() if value is not None}
+
+    def _second_pass(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """A1111 counts the steps that run, and job files those of which `upscale_strength` is a share."""
+        strength = 0.75 if self.denoising_strength is None else self.denoising_strength
+        if strength == 0:
+            raise bad("denoising_strength", "more than 0 is accepted with enable_hr")
+        steps = self.hr_second_pass_steps or job.get("steps")
+        sides = ((self.hr_resize_x, job.get("width")), (self.hr_resize_y, job.get("height")))
+        scales = {wanted / side for wanted, side in sides if wanted and side}
+        if len(scales) > 1 or (not scales and (self.hr_resize_x or self.hr_resize_y)):
+            raise bad("hr_resize_x", "a size of the shape of width and height is accepted; or give hr_scale")
+        found = {"upscale": min(scales, default=self.hr_scale or 2.0), "upscale_strength": strength}
+        return {**found, "upscale_steps": steps and math.ceil(min(MAX_STEPS, steps / strength) - 1e-6)}
 
     @property
     def _sampler(self) -> str | None:
@@ -103,12 +127,15 @@ class A1111Request(AskedPictures):
         for name in ("script_name", "alwayson_scripts"):
             if getattr(self, name):
                 raise bad(name, "scripts are not supported; leave it out")
-        if self.enable_hr not in (None, False):
-            raise bad("enable_hr", "a second pass is not supported; send its picture to /sdapi/v1/img2img")
+        upscaler, warnings = (self.hr_upscaler or "") if self.enable_hr else "", []
+        if upscaler.startswith("Latent"):
+            warnings = [f"hr_upscaler: {upscaler} is not supported; the picture is enlarged by Lanczos"]
+        elif upscaler not in ("", *UPSCALER_NAMES):
+            raise bad("hr_upscaler", f"{upscaler[:80]!r} is unknown; there are {', '.join(UPSCALER_NAMES)}")
         if not isinstance(self.override_settings or {}, Mapping):
             raise bad("override_settings", "an object is accepted")
         given = {name: getattr(self, name) for name in _ONLY}
-        return _unused(given, _ONLY) + setting_warnings(self.override_settings or {})
+        return warnings + _unused(given, _ONLY) + setting_warnings(self.override_settings or {})
 
 
 def setting_warnings(settings: Mapping[str, Any]) -> list[str]:

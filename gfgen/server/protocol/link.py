@@ -102,20 +102,14 @@ JobProgress = tuple[str, int, float, float, Layout | None]
 
 @dataclass(frozen=True, slots=True)
 class ProgressUpdate:
-    rows: tuple[JobProgress, ...]
+    """What has changed since the last one."""
 
-
-@dataclass(frozen=True, slots=True)
-class PredictedEnds:
-    """(dispatch, predicted end in seconds of the run) of running tasks."""
-
-    ends: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoopTimings:
-    longest_s: float
-    num_turns: int
+    rows: tuple[JobProgress, ...] = ()
+    ends: tuple[tuple[int, float], ...] = ()
+    """Dispatch and predicted end, in seconds of the run, of running tasks."""
+    longest_turn_s: float = 0.0
+    num_turns: int = 0
+    """Of the control loop."""
 
 
 # From the front to the run ------------------------------------------------------------------------

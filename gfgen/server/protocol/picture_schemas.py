@@ -17,6 +17,9 @@ _AUTO = {"const": "auto", "type": "string"}
 class AskedPictures(OpenRequest):
     """Base of all requests for pictures, whatever their words."""
 
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """What errors call fields of its jobs that it has in another form."""
+
     @property
     def num_pictures(self) -> int:
         raise NotImplementedError
@@ -82,15 +85,18 @@ class Image(ResponseModel):
     seed: int
 
 
-class Images(ResponseModel):
+class Durations(ResponseModel):
+    inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
+    stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
+    peak_memory_mb: float = Field(0.0, description="The most of any picture, in MiB; 0 on CPU ranks.")
+
+
+class Images(Durations):
     created: int
     model: str = Field(description="The one that made them.")
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
     size: str
-    inference_time_s: float | None = Field(None, description="Of the slowest picture, without the queue.")
-    stage_durations: dict[str, float] | None = Field(None, description="Of the slowest picture.")
-    peak_memory_mb: float = Field(0.0, description="The most of any picture, in MiB; 0 on CPU ranks.")
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -113,18 +119,9 @@ class PartialImage(ImageEvent):
     partial_image_index: int = Field(description="From 0, for each picture.")
 
 
-class ImageTokens(ResponseModel):
-    """Pictures have no tokens."""
-
-    image_tokens: int = 0
-    text_tokens: int = 0
-
-
-class ImageUsage(ResponseModel):
-    input_tokens: int = 0
-    input_tokens_details: ImageTokens = ImageTokens()
-    output_tokens: int = 0
-    total_tokens: int = 0
+_USAGE = {"input_tokens": 0, "input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
+_USAGE |= {"output_tokens": 0, "total_tokens": 0}
+NO_TOKENS = "Pictures have no tokens."
 
 
 class CompletedImage(ImageEvent):
@@ -133,7 +130,7 @@ class CompletedImage(ImageEvent):
     type: Literal["image_generation.completed", "image_edit.completed"]
     model: str = Field(description="The one that made it.")
     seed: int
-    usage: ImageUsage = ImageUsage()
+    usage: dict[str, Any] = Field(default=_USAGE, description=NO_TOKENS)
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")
 
 
@@ -258,20 +255,6 @@ class ChatChoice(ResponseModel):
     finish_reason: Literal["stop"] = "stop"
 
 
-class ChatUsage(ResponseModel):
-    """Pictures have no tokens."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
-
-
-class ChatMetrics(ResponseModel):
-    inference_time_s: float | None = None
-    stage_durations: dict[str, float] | None = None
-    peak_memory_mb: float = 0.0
-
-
 class ChatCompletion(ResponseModel):
     """The pictures, as vLLM-Omni answers: data: URLs in one message."""
 
@@ -280,6 +263,8 @@ class ChatCompletion(ResponseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: ChatUsage = ChatUsage()
-    metrics: ChatMetrics = Field(description="Of the slowest picture.")
+    usage: dict[str, int] = Field(
+        default={"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}, description=NO_TOKENS
+    )
+    metrics: Durations
     warnings: list[str] | None = Field(None, description="Fields that were ignored.")

@@ -7,7 +7,7 @@ seconds; those that OpenAI's clients read are integers, the others have fraction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -27,7 +27,7 @@ from gfgen.job.shared import value_of
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
 RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
-StageName = Literal["encode", "prepare", "denoise", "reuse", "decode", "write"]
+StageName = Literal["encode", "prepare", "denoise", "reuse", "refine", "decode", "write"]
 MediaKind = Literal["video", "image"]
 BatchEndpoint = Literal["/v1/images/generations", "/v1/chat/completions", "/v1/videos"]
 
@@ -231,23 +231,29 @@ class Video(Job):
         return cls(**values)
 
 
-class JobList(ResponseModel):
+class Page(ResponseModel):
+    """Base of lists, whose `data` has an `id` each."""
+
     object: Literal["list"] = "list"
-    data: list[Job]
-    first_id: str | None
-    last_id: str | None
+    data: list[Any]
+    first_id: str | None = None
+    last_id: str | None = None
     has_more: bool
 
+    @classmethod
+    def of(cls, found: Sequence[Any], limit: int) -> Self:
+        """Of what was `found`, which is one more than the page if there are more."""
+        data = list(found[:limit])
+        ends = {"first_id": data[0].id, "last_id": data[-1].id} if data else {}
+        return cls(data=data, **ends, has_more=len(found) > limit)
 
-def page(found: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Fields of a list; `found` has one more than the page if there are more."""
-    data = found[:limit]
-    ends = {"first_id": data[0].id, "last_id": data[-1].id} if data else {"first_id": None, "last_id": None}
-    return {"data": data, **ends, "has_more": len(found) > limit}
+
+class JobList(Page):
+    data: list[Job]
 
 
-class VideoList(JobList):
-    data: list[Video]  # type: ignore[assignment]  # a list of jobs that nobody appends to
+class VideoList(Page):
+    data: list[Video]
 
 
 class Deleted(ResponseModel):

@@ -20,22 +20,9 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.pipeline import SEVERAL_PICTURES
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.predict.job_bounds import JobBounds
+from gfgen.server.protocol import schemas
 from gfgen.server.protocol.picture_schemas import ChatCompletion, Images
-from gfgen.server.protocol.schemas import (
-    BatchEndpoint,
-    Job,
-    JobFailure,
-    JobStatus,
-    LayoutView,
-    MediaKind,
-    RankStatus,
-    RequestModel,
-    ResponseModel,
-    ServerStatus,
-    StageName,
-    Unused,
-    Video,
-)
+from gfgen.server.protocol.schemas import Job, MediaKind, RequestModel, ResponseModel, StageName
 
 
 class Defaults(ResponseModel):
@@ -92,19 +79,6 @@ class PolicyState(ResponseModel):
     available: list[str]
 
 
-class Health(ResponseModel):
-    status: Literal["ok"] = "ok"
-
-
-class Version(ResponseModel):
-    version: str
-
-
-class Ready(ResponseModel):
-    status: Literal["ready"] = "ready"
-    ranks: int
-
-
 class ErrorBody(ResponseModel):
     message: str
     type: str
@@ -132,7 +106,7 @@ class RankTask(ResponseModel):
     stage: StageName
     step: int | None = Field(None, description="Index of the denoising step, from 0.")
     steps: int
-    layout: LayoutView
+    layout: schemas.LayoutView
     started_at: float
     predicted_end_at: float
 
@@ -140,7 +114,7 @@ class RankTask(ResponseModel):
 class Rank(ResponseModel):
     rank: int
     node: str | None = Field(None, description="On a cluster: the machine of the rank.")
-    status: RankStatus
+    status: schemas.RankStatus
     task: RankTask | None = None
     utilisation: float = Field(ge=0, le=1, description="Busy share of the last minute.")
     restarts: int = 0
@@ -156,7 +130,7 @@ class TimelineBar(ResponseModel):
     rank: int
     job_id: str
     stage: StageName
-    layout: LayoutView
+    layout: schemas.LayoutView
     first_step: int | None = None
     last_step: int | None = None
     started_at: float
@@ -170,7 +144,7 @@ class LiveState(ResponseModel):
     server_time: float = Field(description="Now, by the clock of all times here.")
     started_at: float
     version: str
-    status: ServerStatus
+    status: schemas.ServerStatus
     reason: str | None = Field(None, description="Why the server is not ready.")
     device: str
     policy: PolicyState
@@ -192,7 +166,7 @@ class Change(ResponseModel):
     """
 
     server_time: float
-    status: ServerStatus | None = None
+    status: schemas.ServerStatus | None = None
     reason: str | None = None
     policy: PolicyState | None = None
     models: list[ServedModel] | None = None
@@ -222,17 +196,17 @@ class JobEvent(ResponseModel):
     ]
     at: float
     job_id: str
-    status: JobStatus
+    status: schemas.JobStatus
     progress: int
     position: int | None = None
     step: int | None = None
     steps: int | None = None
     stage: StageName | None = None
-    layout: LayoutView | None = None
+    layout: schemas.LayoutView | None = None
     predicted_start_at: float | None = None
     predicted_completion_at: float | None = None
     will_meet_deadline: bool | None = None
-    error: JobFailure | None = None
+    error: schemas.JobFailure | None = None
     content_url: str | None = None
 
 
@@ -341,7 +315,7 @@ class Batch(ResponseModel):
     skipped: list[str] | None = Field(
         None, description="Problems of the skipped lines; only in the response that creates the batch."
     )
-    endpoint: BatchEndpoint | None = Field(None, description="Of a batch of OpenAI's requests.")
+    endpoint: schemas.BatchEndpoint | None = Field(None, description="Of a batch of OpenAI's requests.")
     input_file_id: str | None = None
     output_file_id: str | None = Field(None, description="Results, once every job has ended.")
     error_file_id: str | None = Field(None, description="Failed requests, once every job has ended.")
@@ -353,10 +327,10 @@ class BatchRequest(RequestModel):
     """POST /v1/batches with an uploaded file, as OpenAI's clients send it."""
 
     input_file_id: str = Field(max_length=120)
-    endpoint: BatchEndpoint
+    endpoint: schemas.BatchEndpoint
     completion_window: str = Field("24h", max_length=20, description="Accepted and ignored.")
     metadata: dict[str, str] | None = None
-    output_expires_after: Unused = None
+    output_expires_after: schemas.Unused = None
 
 
 class BatchLine(RequestModel):
@@ -400,6 +374,7 @@ class UploadedFile(ResponseModel):
     filename: str
     purpose: Literal[Purpose, "batch_output"] = "batch"
     status: Literal["processed"] = "processed"
+    owner: str | None = Field(default=None, description="Name of the API key that it came with.")
 
 
 class UploadedFiles(ResponseModel):
@@ -417,7 +392,7 @@ class FileDeleted(ResponseModel):
 class LineResponse(ResponseModel):
     status_code: int = 200
     request_id: str
-    body: Images | ChatCompletion | Video
+    body: Images | ChatCompletion | schemas.Video
 
 
 class LineResult(BaseModel):
@@ -426,12 +401,8 @@ class LineResult(BaseModel):
     id: str
     custom_id: str | None
     response: LineResponse | None = None
-    error: JobFailure | None = None
+    error: schemas.JobFailure | None = None
 
 
-class BatchList(ResponseModel):
-    object: Literal["list"] = "list"
+class BatchList(schemas.Page):
     data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

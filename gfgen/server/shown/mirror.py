@@ -84,10 +84,8 @@ class RunMirror:
             case link.ProgressUpdate():
                 for row in note.rows:
                     self._update_progress(*row)
-            case link.PredictedEnds():
                 self.run.renew_ends(note.ends)
-            case link.LoopTimings():
-                self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
+                self.longest_turn_s = max(self.longest_turn_s, note.longest_turn_s)
                 self.num_turns += note.num_turns
             case link.NodeRanks():
                 self.run.node_joined(note.node, note.ranks)
@@ -376,8 +374,6 @@ class Timeline(RunView):
         """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
         self._last_bar: dict[int, str] = {}
         """By rank."""
-        self._owners: dict[str, str | None] = {}
-        """By bar."""
 
     def at(self, time_s: float) -> float:
         return self._started_at + time_s
@@ -439,7 +435,6 @@ class Timeline(RunView):
             if last.ended_at is None:
                 self._set(last, ended_at=round(at, 4))
         key = self._last_bar[rank] = f"{dispatch.number}-{rank}"
-        self._owners[key] = self._owner_of(task.job_id)
         self._bars[key] = server_schemas.TimelineBar(
             key=key,
             rank=rank,
@@ -452,8 +447,7 @@ class Timeline(RunView):
             ended_at=None,
         )
         if len(self._bars) > MAX_BARS:
-            oldest = next(iter(self._bars))
-            del self._bars[oldest], self._owners[oldest]
+            del self._bars[next(iter(self._bars))]
 
     def _end(self, rank: int, at: float) -> None:
         """A rank's task has ended; the next one in its queue starts."""
@@ -512,4 +506,4 @@ class Timeline(RunView):
         """The bars of the last two minutes, of one owner or of all, oldest first."""
         since = now - TIMELINE_S
         bars = [bar for bar in self._bars.values() if bar.ended_at is None or bar.ended_at > since]
-        return [bar for bar in bars if owner in (None, self._owners[bar.key])]
+        return [bar for bar in bars if owner is None or self._owner_of(bar.job_id) == owner]

@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import RankTimes
+from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.server.shown.served_job import ServedJob
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -9,9 +9,10 @@ from typing import Any
 
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
-from gfgen.server.protocol import schemas, server_schemas
+from gfgen.server.protocol import server_schemas
+from gfgen.server.protocol.schemas import Job, JobFailure, JobStatus, LayoutView
 from gfgen.server.shown.previews import FIRST_STEP
-from gfgen.server.store import Ending, JobFacts
+from gfgen.server.store import SHOWN, Ending, JobFacts
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
@@ -56,7 +57,7 @@ class ServedJob:
     """An accepted job. The mirror changes it while it is open; `end` makes it final."""
 
     facts: JobFacts
-    status: schemas.JobStatus = "queued"
+    status: JobStatus = "queued"
     next_index: int = 0
     stage: Stage | None = None
     is_writing: bool = False
@@ -77,8 +78,8 @@ class ServedJob:
     """For those who wait for nothing else."""
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
-    _job: schemas.Job | None = None
-    _shown: schemas.Job | None = None
+    _job: Job | None = None
+    _shown: Job | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -110,7 +111,7 @@ class ServedJob:
     def task(self, index: int) -> Task:
         return Trajectory(self.facts.id, self.facts.steps).task(index)
 
-    def shown(self) -> schemas.Job:
+    def shown(self) -> Job:
         """The job in the live state: with a short prompt, and the same object until the next change."""
         if self._shown is None:
             job = self.job()
@@ -129,17 +130,19 @@ class ServedJob:
         self.is_writing = False
         self.changed()
 
-    def job(self) -> schemas.Job:
+    def job(self) -> Job:
         """The job as in responses, the same object until the next change."""
         if self._job is None:
             self._job = self._make_job()
         return self._job
 
-    def _make_job(self) -> schemas.Job:
+    def _make_job(self) -> Job:
         facts, ending, url = self.facts, self.ending, self.content_url
-        work = None if ending is None else ending.work
+        made = {} if ending is None else ending.manifest or {}
+        timings = made.get("timings") or {"rank_s": self.rank_s}
+        shown: dict[str, Any] = {name: made.get(name) for name in SHOWN}
         has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
-        return schemas.Job(
+        return Job(
             id=facts.id,
             object=facts.kind,
             **{name: getattr(facts, name) for name in _SAME},
@@ -161,9 +164,9 @@ class ServedJob:
             deadline_at=rounded(facts.deadline_at),
             will_meet_deadline=self.will_meet_deadline,
             inference_time_s=self._inference_s(),
-            stage_durations=None if work is None else work.timings["stages_s"],
-            rank_s=round(self.rank_s if work is None else work.timings.get("rank_s") or 0.0, 3),
-            **({} if work is None else work.shown),
+            stage_durations=timings.get("stages_s"),
+            rank_s=round(timings.get("rank_s") or 0.0, 3),
+            **shown,
             content_url=url,
             thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
             preview_url=f"/v1/jobs/{facts.id}/preview" if has_preview else None,
@@ -172,9 +175,10 @@ class ServedJob:
     def _size(self) -> dict[str, Any]:
         facts = self.facts
         size: dict[str, Any] = {"size": facts.size, "frames": facts.frames, "fps": facts.fps}
-        if self.status == "completed" and self.ending is not None and (work := self.ending.work) is not None:
-            size["size"] = "{width}x{height}".format_map(work.shape)
-            size["frames"] = None if facts.frames is None else work.shape["frames"]
+        if self.status == "completed" and self.ending is not None and self.ending.manifest is not None:
+            shape = self.ending.manifest["shape"]
+            size["size"] = "{width}x{height}".format_map(shape)
+            size["frames"] = None if facts.frames is None else shape["frames"]
         if (frames := size["frames"]) is not None:
             seconds = f"{frames / (facts.fps or 1):.3f}"  # clients read it as "5.063" or "4"
             size["seconds"] = seconds.rstrip("0").rstrip(".")
@@ -214,8 +218,8 @@ class ServedJob:
         return [event for event in self.events if event.number > number]
 
 
-def layout_view(layout: Layout) -> schemas.LayoutView:
-    return schemas.LayoutView(
+def layout_view(layout: Layout) -> LayoutView:
+    return LayoutView(
         ranks=list(layout.ranks),
         cfg=layout.cfg,
         ulysses=layout.ulysses,
@@ -229,7 +233,7 @@ def rounded(moment: float | None) -> float | None:
     return None if moment is None else round(moment, 3)
 
 
-def _failure(ending: Ending | None) -> schemas.JobFailure | None:
+def _failure(ending: Ending | None) -> JobFailure | None:
     if ending is None or ending.error_code is None:
         return None
-    return schemas.JobFailure(code=ending.error_code, message=ending.error_message or "")
+    return JobFailure(code=ending.error_code, message=ending.error_message or "")

@@ -1,0 +1,402 @@
+"""gfgen from Python (docs/python.md): what `import gfgen` offers.
+
+A session runs in a process of its own (session/hosted.py), which never imports the program, so scripts need
+no `if __name__ == "__main__"`, and computing in the program does not delay the scheduler.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import io
+import itertools
+import logging
+import math
+import mimetypes
+import os
+import pickle
+import queue
+import re
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gfgen.cli.check import Report, report
+from gfgen.cli.options import JobOptions, LogOptions, RankOptions, checked
+from gfgen.cli.run_files import RunOptions
+from gfgen.cli.simulate import Assumed, FoundPlan, PlanArguments, planned
+from gfgen.errors import GfgenError, InputError, JobFileError, RunError, WorkerError, in_one_line, nearest
+from gfgen.job.images import all_frames
+from gfgen.job.reader import JobSource
+from gfgen.job.shared import check_defaults
+from gfgen.job.spec import VIDEO_SUFFIXES, JobSpec
+from gfgen.models.families.registry import DEFAULT_MODEL
+from gfgen.policies.catalog import policy_of
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.session import hosted
+from gfgen.session.feed import Cancel, Ended, Gone, Process
+from gfgen.session.ranks import AskedRanks
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+
+logger = logging.getLogger(__name__)
+
+Jobs = str | os.PathLike[str] | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
+_RANKS = tuple(each.name for each in fields(AskedRanks))
+_OPTIONS = ("model", "gpus", "policy", "output_dir", "batch", *_RANKS)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A job that has ended, with the file that `gfgen run` would write."""
+
+    job: JobSpec
+    """As it ran: id, prompt, seed, steps, ..."""
+    path: Path | None
+    """Its file; None without `output_dir`."""
+    error: str | None
+    seconds: float
+    """From its first task to its file."""
+    contents: Sequence[bytes | Path] = field(repr=False)
+    """Its files, or where they are."""
+    suffix: str = field(repr=False)
+
+    def check(self) -> None:
+        """Raises: RunError if the job has failed."""
+        if self.error is not None:
+            raise RunError(f"job {self.job.id}: {self.error}")
+
+    @cached_property
+    def files(self) -> Sequence[bytes]:
+        """The content of its files: one, or one for each picture. Raises: as `check`."""
+        self.check()
+        return [each.read_bytes() if isinstance(each, Path) else each for each in self.contents]
+
+    @property
+    def image(self) -> Image:
+        """The picture, or the first one; of a video its first frame."""
+        from PIL import Image
+
+        return Image.fromarray(self.frames[0]) if self.is_video else Image.open(io.BytesIO(self.files[0]))
+
+    @cached_property
+    def frames(self) -> np.ndarray[Any, Any]:
+        """All pictures or frames [F, H, W, C]; those of a video as its file has them, after compression."""
+        import numpy as np
+
+        return np.concatenate([_video(each) if self.is_video else _pictures(each) for each in self.files])
+
+    @property
+    def is_video(self) -> bool:
+        return self.suffix in VIDEO_SUFFIXES
+
+    def _repr_html_(self) -> str:
+        name = f"<b>{html.escape(self.job.id)}</b>"
+        if self.error is not None:
+            return f"<p>{name}: {html.escape(self.error)}</p>"
+        kind = mimetypes.guess_type(f"_{self.suffix}")[0] or "image/avif"
+        form = '<video controls loop src="{}"></video>' if self.is_video else '<img src="{}">'
+        urls = (f"data:{kind};base64,{base64.b64encode(each).decode()}" for each in self.files)
+        return f"<p>{''.join(map(form.format, urls))}<br>{name} {html.escape(self.job.prompt)}</p>"
+
+
+def _pictures(content: bytes) -> np.ndarray[Any, Any]:
+    import imageio.v3 as imageio
+
+    found = imageio.imread(content, index=None)
+    return found[None] if found.ndim == 3 else found
+
+
+def _video(content: bytes) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    ppms = all_frames(content)
+    head, width, height = re.match(rb"P6\s(\d+) (\d+)\s255\s", ppms).group(0, 1, 2)  # type: ignore[union-attr]
+    shape = (int(height), int(width), 3)
+    rows = np.frombuffer(ppms, np.uint8).reshape(-1, len(head) + math.prod(shape))
+    return rows[:, len(head) :].reshape(-1, *shape)
+
+
+def generate(jobs: Jobs, **defaults: Any) -> Iterator[Result]:
+    """Make pictures and videos; yield each job's result as it ends.
+
+    A result has image (PIL), frames (an array), files (their content), path, error, seconds and job.
+    jobs: a path of a job file, or a list of prompts and of dictionaries with fields of a job.
+    defaults: fields of jobs without a value, such as steps=8, and options of `Session`.
+
+    Without `output_dir` no file is left. With it, files and manifest are those of `gfgen run`: what is done
+    is not made again, and what was stopped goes on. A failed job is a result with `error`.
+    Raises: JobFileError with all problems; other errors of `gfgen.errors`.
+    """
+    options, source = _told(jobs, defaults)
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    run = _Run(options, source, heard.put)
+    try:
+        while not isinstance(message := heard.get(), Gone):
+            if isinstance(message, Ended):
+                yield run.result(message.outcome)
+        if message.error is not None:
+            raise message.error
+    finally:
+        run.close()
+
+
+class Session:
+    """Ranks with their models, which take jobs as they come.
+
+    with gfgen.Session(model="wan2.2-ti2v-5b", gpus=[0, 1]) as session:
+        future = session.submit(prompt="waves", frames=81, deadline="10min", callback=print)
+        video = future.result()
+
+    model: a name of `gfgen models`, a directory or a hub id, or a list of them.
+    policy: a name of `gfgen policies`, or a function or class of your own (docs/policies.md).
+    options: batch, ranks, device, memory, precision, attention, compile, ... as of `gfgen run`.
+
+    The end of `with` waits for all jobs; an exception stops them.
+    """
+
+    def __init__(
+        self,
+        model: str | Sequence[str] = DEFAULT_MODEL,
+        *,
+        gpus: Sequence[int] | None = None,
+        policy: Any = "auto",
+        output_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._options = dict(model=model, gpus=gpus, policy=policy, output_dir=output_dir) | options
+        self._run: _Run | None = None
+        self._ready: Future[None] = Future()
+        self._end: GfgenError | None = None
+        """Why it takes no more jobs."""
+        self._attempts = itertools.count(1)
+        self._open: dict[int, tuple[Future[Result], Callable[[hosted.Progress], object] | None]] = {}
+
+    def __enter__(self) -> Session:
+        """Load the models. Raises: errors of `gfgen.errors`."""
+        self._run = _Run(self._options, None, self._heard)
+        try:
+            self._ready.result()
+        except BaseException:
+            self._run.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        assert self._run is not None
+        try:
+            if kind is None:
+                wait([future for future, _ in list(self._open.values())])
+        finally:
+            for future, _ in list(self._open.values()):
+                future.cancel()
+            self._run.close()
+
+    def submit(
+        self, *, callback: Callable[[hosted.Progress], object] | None = None, **fields: Any
+    ) -> Future[Result]:
+        """The future of a job with these fields. It raises RunError if the job has failed.
+
+        callback: gets the job's progress, in a thread of its own.
+        """
+        if self._run is None:
+            raise InputError("a session takes jobs inside of 'with'")
+        attempt, future = next(self._attempts), Future[Result]()
+        message = hosted.Submit(attempt, fields, callback is not None)
+        _pickled(message, pickle.dumps)
+        self._open[attempt] = future, callback
+        future.add_done_callback(partial(self._done, attempt))
+        self._run.process.send(message)
+        if self._end is not None:
+            self._settle(attempt, None, self._end)
+        return future
+
+    def _done(self, attempt: int, future: Future[Result]) -> None:
+        if future.cancelled() and self._open.pop(attempt, None) is not None and self._run is not None:
+            future.set_running_or_notify_cancel()  # those who wait for it learn of it
+            self._run.process.send(Cancel(attempt))
+
+    def _heard(self, message: Any) -> None:
+        """In the process's thread: settle futures and call callbacks."""
+        match message:
+            case hosted.Ready():
+                self._ready.set_result(None)
+            case hosted.Began(attempt, progress):
+                callback = self._open.get(attempt, (None, None))[1]
+                try:
+                    if callback is not None:
+                        callback(progress)
+                except Exception:
+                    logger.exception("the callback of job %s failed", progress.job_id)
+            case Ended(attempt, outcome) if self._run is not None:
+                try:
+                    result = self._run.result(outcome)
+                    result.check()
+                    self._settle(attempt, result, None)
+                except (RunError, OSError) as failed:
+                    self._settle(attempt, None, failed)
+            case hosted.Refused(attempt, refused):
+                self._settle(attempt, None, refused)
+            case Gone(error):
+                self._end = self._end or error or WorkerError("gfgen's process has ended")
+                if not self._ready.done():
+                    self._ready.set_exception(self._end)
+                for attempt in list(self._open):
+                    self._settle(attempt, None, self._end)
+
+    def _settle(self, attempt: int, result: Result | None, error: Exception | None) -> None:
+        future, _ = self._open.pop(attempt, (None, None))
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+
+def check(jobs: Jobs, **defaults: Any) -> Report:
+    """What `gfgen check` prints, as an object: print(report), report.found.problems, report.as_json().
+
+    jobs, defaults: as of `generate`; without `output_dir` as if in an empty folder.
+    """
+    options, source = _told(jobs, defaults)
+    ranks, gpus = _ranks(options), options.get("gpus")
+    asked = RunOptions(
+        output_dir=Path(options.get("output_dir") or Path(tempfile.gettempdir(), "gfgen-check")),
+        ranks=(ranks if gpus is None else replace(ranks, ranks=len(_several(gpus)))).here(),
+        policy=policy_of(options.get("policy", "auto")),
+        model=_several(options.get("model", DEFAULT_MODEL))[0],
+        batch=_batch(options),
+        trace=None,
+        logs=LogOptions(),
+    )
+    return report(source, asked)
+
+
+def plan(jobs: Jobs, *, ranks: int | Sequence[int] | None = None, **defaults: Any) -> FoundPlan:
+    """What `gfgen plan` prints, as an object: print(found), found.plan, found.as_json().
+
+    ranks: a number, or several. defaults: fields of jobs, and by, at, policy, profile_path, memory, batch.
+    """
+    own: dict[str, Any] = {name: defaults.pop(name) for name in ("by", "at") if name in defaults}
+    if ranks is not None:
+        own["ranks"] = ",".join(map(str, _several(ranks)))
+    if "policy" in defaults:
+        own["policies"] = _several(defaults.pop("policy"))
+    of_machine = ("model", "profile_path", "batch", "memory")
+    assumed = {name: defaults.pop(name) for name in of_machine if name in defaults}
+    given = PlanArguments(
+        jobs=JobOptions(),
+        assumed=Assumed(**checked(Assumed, assumed)),
+        **checked(PlanArguments, own),
+    )
+    return planned(_source(jobs, defaults), given)
+
+
+def _told(jobs: Jobs, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], JobSource]:
+    """Options of a session, and the jobs with the other defaults."""
+    own = {name: value for name, value in defaults.items() if name in _OPTIONS}
+    return own, _source(jobs, {name: value for name, value in defaults.items() if name not in own})
+
+
+def _source(jobs: Jobs, defaults: Mapping[str, Any]) -> JobSource:
+    """Raises: JobFileError for the defaults; InputError for a path."""
+    fields = {name: value for name, value in defaults.items() if name != "columns"}
+    if problems := check_defaults(fields):
+        raise JobFileError("the defaults", tuple(problems))
+    if isinstance(jobs, str) and not os.path.lexists(jobs):
+        raise InputError(f"job file {jobs}: no such file; a prompt goes into a list: [{jobs!r}]")
+    if isinstance(jobs, str | os.PathLike):
+        columns = defaults.get("columns", {})
+        return JobSource(files=(os.fspath(jobs),), fallbacks=fields, columns=columns)
+    return JobSource(given=(jobs,) if isinstance(jobs, Mapping) else tuple(jobs), fallbacks=fields)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple | range) else (value,)
+
+
+def _ranks(options: Mapping[str, Any]) -> AskedRanks:
+    """Raises: InputError for a value that the command refuses."""
+    given = {name: value for name, value in options.items() if name in _RANKS}
+    given |= {name: _several(given[name]) for name in ("precision", "attention") if name in given}
+    return AskedRanks(**checked(RankOptions, given))
+
+
+def _batch(options: Mapping[str, Any]) -> int:
+    return int(checked(Assumed, {"batch": options.get("batch", 1)})["batch"])
+
+
+class _Run:
+    """A session's process and folder; without `output_dir` this is temporary, and results take its files."""
+
+    def __init__(
+        self, options: Mapping[str, Any], jobs: JobSource | None, heard: Callable[[Any], None]
+    ) -> None:
+        """Raises: InputError for an option that does not exist, or a value that cannot be sent."""
+        for name in options:
+            if name not in _OPTIONS:
+                near = nearest(name, _OPTIONS)
+                raise InputError(
+                    f"{name}: not an option; {f'did you mean {near}?' if near else ', '.join(_OPTIONS)}"
+                )
+        given, gpus, policy = options.get("output_dir"), options.get("gpus"), options.get("policy", "auto")
+        self._stack, self._is_kept = contextlib.ExitStack(), given is not None
+        level, names = logging.getLogger("gfgen").getEffectiveLevel(), ("debug", "info", "warning", "error")
+        setup = hosted.Setup(
+            options={"output_dir": None, "batch": _batch(options), "keeps_records": self._is_kept},
+            ranks=_ranks(options),
+            gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
+            policy=_pickled(policy, pickle.dumps if isinstance(policy, str) else _dumps_by_value),
+            path=[os.path.abspath(path) for path in sys.path],
+            models=_several(options.get("model", DEFAULT_MODEL)),
+            jobs=jobs,
+            log_level=names[min(3, max(0, level // 10 - 1))],
+        )
+        _pickled(setup, pickle.dumps)
+        self._folder = Path(given or tempfile.mkdtemp(prefix="gfgen-"))
+        if not self._is_kept:
+            self._stack.callback(weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True))
+        setup = replace(setup, options={**setup.options, "output_dir": self._folder})
+        self.process = Process("gfgen.session.hosted", setup, heard)
+
+    def result(self, outcome: JobOutcome) -> Result:
+        paths = [self._folder / name for name in outcome.file_names]
+        error = "it was cancelled" if outcome.status == "cancelled" else outcome.error
+        contents: Sequence[bytes | Path] = () if error else paths
+        if not self._is_kept:
+            contents = [path.read_bytes() for path in paths[: len(contents)]]
+            for path in paths:
+                path.unlink(missing_ok=True)
+        own = paths[0] if self._is_kept and error is None else None
+        seconds = 0.0 if outcome.started_s is None else outcome.ended_s - outcome.started_s
+        return Result(outcome.info.spec, own, error, seconds, contents, paths[0].suffix.lower())
+
+    def close(self) -> None:
+        self.process.close()
+        self._stack.close()
+
+
+def _dumps_by_value(policy: object) -> bytes:
+    import cloudpickle  # whose classes of __main__ need no __main__ there
+
+    content: bytes = cloudpickle.dumps(policy)
+    return content
+
+
+def _pickled(value: object, dumps: Callable[[object], bytes]) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise InputError(f"this cannot go to another process: {in_one_line(error)}") from error

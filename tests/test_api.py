@@ -1,0 +1,386 @@
+"""gfgen from Python, as docs/python.md shows it."""
+
+import asyncio
+import inspect
+import io
+import json
+import logging
+import os
+import pickle
+import pydoc
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from process_tree import descendants_of
+
+import gfgen
+from gfgen import api, errors
+from gfgen.cli.main import main
+from gfgen.job.spec import JobSpec
+from gfgen.layout import Layout
+from gfgen.policies.catalog import policy_of
+from gfgen.session import feed, hosted
+from gfgen.snapshot import Decision, Snapshot
+
+ROOT = Path(__file__).parent.parent
+HERE: dict[str, Any] = {"device": "cpu", "ranks": 1}
+SMALL: dict[str, Any] = {"size": "64x64", "frames": 1, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gfgen.Session]:
+    with gfgen.Session(**HERE) as found:
+        yield found
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder in which sessions make theirs."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def python(*arguments: str, stdin: str = "", cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=300, cwd=cwd
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+def test_results_have_the_bytes_that_gfgen_run_writes_and_nothing_is_left(
+    tmp_path: Path, temporary: Path
+) -> None:
+    lines = [{"prompt": "a red circle"}, {"prompt": "a square", "frames": 5}]
+    file, out = tmp_path / "jobs.jsonl", tmp_path / "out"
+    file.write_text("\n".join(json.dumps({**SMALL, **line}) for line in lines))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(file), "-o", str(out), "--device", "cpu", "--ranks", "1", "-q"])
+    assert not ended.value.code
+    written = {path.read_bytes() for path in out.iterdir() if path.suffix in (".png", ".mp4")}
+    assert len(written) == 2
+
+    results = list(gfgen.generate([*lines, {"prompt": "late", "timeout": 0.001}], **HERE, **SMALL))
+    found = {result.job.prompt: result for result in results}
+    late = found.pop("late")
+    assert {result.files[0] for result in found.values()} == written
+    assert {name: result.frames.shape for name, result in found.items()} == {
+        "a red circle": (1, 64, 64, 3),
+        "a square": (5, 64, 64, 3),
+    }
+    for result in found.values():
+        assert np.array_equal(np.asarray(result.image), result.frames[0])
+        assert (result.path, result.error, result.seconds > 0) == (None, None, True)
+    assert late.error is not None
+    assert late.error in late._repr_html_()
+    with pytest.raises(errors.RunError, match=re.escape(f"job {late.job.id}: {late.error}")):
+        _ = late.image
+    assert list(temporary.iterdir()) == []
+
+    again = list(gfgen.generate(file, output_dir=out, **HERE))
+    assert {result.path.read_bytes() for result in again if result.path} == written
+    assert [result.seconds for result in again] == [0.0, 0.0], "the command has made them"
+
+
+def test_a_loop_that_is_left_leaves_no_process_and_no_file(temporary: Path) -> None:
+    before = descendants_of(os.getpid())
+    for _ in gfgen.generate(["first", {"prompt": "long", "frames": 17, "steps": 50}], **HERE, **SMALL):
+        assert len(descendants_of(os.getpid())) > len(before)
+        break
+    assert set(descendants_of(os.getpid())) <= set(before)
+    assert list(temporary.iterdir()) == []
+
+
+def test_bad_jobs_raise_all_problems_with_the_text_of_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.jsonl"
+    file.write_text('{"prompt": "a fox", "stpes": 4}\n{"frames": 3}\n')
+    with pytest.raises(errors.JobFileError) as raised:
+        next(gfgen.generate(file, **HERE))
+    assert [problem.line for problem in raised.value.problems] == [1, 2]
+    assert (
+        f"{file}: 2 problems; nothing was started\n  line 1: stpes: not a field; did you mean steps?"
+        in str(raised.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("jobs", "defaults", "said"),
+    [
+        ("a red fox", {}, "job file a red fox: no such file; a prompt goes into a list: ['a red fox']"),
+        (["a"], {"stpes": 4}, "defaults.stpes: not a field; did you mean steps?"),
+        (["a"], {"policy": lambda: None}, "cannot be called with a snapshot alone"),
+        ([{"prompt": "a", "args": {"x": threading.Lock()}}], {}, "this cannot go to another process"),
+        (["a"], {"model": "qwen-imge"}, "qwen-image"),
+        (["a"], {"vae_dtype": "fp64"}, "vae_dtype = 'fp64': 'fp64' is not one of"),
+        (["a"], {"batch": 9}, "batch = 9: 9 is not in the range 1<=x<=8."),
+    ],
+)
+def test_what_is_wrong_is_an_error_that_says_what_to_do(jobs: Any, defaults: Any, said: str) -> None:
+    with pytest.raises(errors.InputError) as raised:
+        next(gfgen.generate(jobs, device="cpu", **defaults))
+    assert said in str(raised.value)
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(errors.InputError, match="devise: not an option; did you mean device"):
+        gfgen.Session(devise="cpu").__enter__()
+    with pytest.raises(errors.InputError, match=r"ranks = '0': .*give 1 to"):
+        gfgen.plan(["a"], ranks=0)
+    with pytest.raises(errors.InputError, match="inside of 'with'"):
+        gfgen.Session().submit(prompt="a")
+
+
+def test_every_error_passes_between_processes() -> None:
+    problem = errors.Problem(3, "steps", "0", "1 at least")
+    for error in (
+        errors.JobFileError("jobs.jsonl", (problem,)),
+        errors.JobError(problem),
+        errors.InterruptedRunError("stopped", signal_number=15),
+        errors.ModelError("no such model"),
+    ):
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+def result_of(suffix: str, *contents: bytes, error: str | None = None) -> gfgen.Result:
+    return api.Result(JobSpec(id="<fox>", prompt="a & b"), None, error, 1.0, contents, suffix)
+
+
+def test_notebooks_show_pictures_and_videos() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(stream, format="PNG")
+    shown = result_of(".png", stream.getvalue(), stream.getvalue())._repr_html_()
+    assert shown.count('<img src="data:image/png;base64,') == 2
+    assert "<b>&lt;fox&gt;</b> a &amp; b" in shown
+    video = result_of(".mp4", (ROOT / "tests/movie.mp4").read_bytes())
+    assert '<video controls loop src="data:video/mp4;base64,' in video._repr_html_()
+    assert video.image.size == video.frames.shape[2:0:-1]
+
+
+# Sessions ---------------------------------------------------------------------------------------
+
+
+def test_a_session_gives_futures_and_progress(session: gfgen.Session) -> None:
+    seen: list[Any] = []
+    first = session.submit(prompt="a fox", **{**SMALL, "steps": np.int64(2)}, callback=seen.append)
+    again = session.submit(prompt="a fox", **SMALL)
+    assert first.result().image.size == (64, 64)
+    assert [(each.stage, each.step, each.steps) for each in seen] == [
+        ("encode", 0, 2),
+        ("prepare", 0, 2),
+        ("denoise", 1, 2),
+        ("denoise", 2, 2),
+        ("decode", 2, 2),
+    ]
+    assert again.result().job.id == f"{first.result().job.id}-2"
+
+
+def test_futures_raise_for_bad_and_failed_jobs(session: gfgen.Session) -> None:
+    with pytest.raises(errors.JobFileError, match="stpes: not a field; did you mean steps"):
+        session.submit(prompt="a", stpes=4).result()
+    with pytest.raises(errors.JobFileError, match=r"gfgen.Session\(model="):
+        session.submit(prompt="a", model="tiny-wan").result()
+    with pytest.raises(errors.InputError, match="stand for several jobs"):
+        session.submit(prompt="a", num_images=2).result()
+    with pytest.raises(errors.InputError, match="steps = "):
+        session.submit(prompt="a", steps=np.zeros(2)).result()
+    with pytest.raises(errors.RunError, match="job late: "):
+        session.submit(id="late", prompt="a", timeout=0.001, **SMALL).result()
+    with pytest.raises(errors.InputError, match="this cannot go to another process"):
+        session.submit(prompt="a", args={"x": threading.Lock()})
+
+
+def test_a_job_that_runs_can_be_cancelled_and_frees_its_id(session: gfgen.Session) -> None:
+    began: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    long = session.submit(id="long", prompt="a", size="64x64", frames=17, steps=100, callback=began.put)
+    began.get()
+    with pytest.raises(errors.InputError, match="id = long: an open job has it"):
+        session.submit(id="long", prompt="a").result()
+    assert long.cancel()
+    with pytest.raises(CancelledError):
+        long.result()
+    assert session.submit(prompt="next", **SMALL).result().error is None
+
+
+def test_asyncio_waits_for_jobs_and_cancels_them(session: gfgen.Session) -> None:
+    async def wait() -> tuple[int, int]:
+        done = asyncio.wrap_future(session.submit(prompt="awaited", **SMALL))
+        other = session.submit(prompt="unwanted", size="64x64", frames=17, steps=100)
+        unwanted = asyncio.wrap_future(other)
+        size: tuple[int, int] = (await done).image.size
+        unwanted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unwanted
+        await asyncio.sleep(0)
+        assert other.cancelled()
+        return size
+
+    assert asyncio.run(wait()) == (64, 64)
+
+
+def test_a_callback_that_raises_is_logged_and_its_job_goes_on(
+    session: gfgen.Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    with caplog.at_level(logging.ERROR, "gfgen"):
+        assert session.submit(prompt="a fox", **SMALL, callback=fail).result().error is None
+    assert "the callback of job a-fox-" in caplog.text
+
+
+def test_an_error_inside_a_session_stops_its_jobs(temporary: Path) -> None:
+    futures = []
+
+    def fail() -> None:
+        with gfgen.Session(**HERE, output_dir=temporary / "out") as session:
+            futures.append(session.submit(prompt="a", size="64x64", frames=17, steps=100))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert futures[0].cancelled()
+    assert not list(temporary.glob("**/*.mp4"))
+
+
+class DeadProcess:
+    """A process that ends as it is told; `says` are its messages until then."""
+
+    def __init__(self, *says: Any) -> None:
+        self.says = says
+        self.sent: list[Any] = []
+
+    def __call__(self, module: str, setup: Any, heard: Any) -> "DeadProcess":
+        self.heard = heard
+        for message in self.says:
+            heard(message)
+        return self
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None: ...
+
+
+def test_a_session_whose_process_dies_fails_its_jobs_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    dead, gone = DeadProcess(hosted.Ready()), feed.Gone(errors.WorkerError("its process was killed"))
+    monkeypatch.setattr(api, "Process", dead)
+    with gfgen.Session() as session:
+        first, second = session.submit(prompt="a"), session.submit(prompt="b")
+        second.cancel()
+        assert dead.sent[-1] == feed.Cancel(2)
+        dead.heard(gone)
+        for future in (first, session.submit(prompt="c")):
+            with pytest.raises(errors.WorkerError, match="its process was killed"):
+                future.result()
+    monkeypatch.setattr(api, "Process", DeadProcess(gone))
+    with pytest.raises(errors.WorkerError, match="its process was killed"):
+        gfgen.Session().__enter__()
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_end_of_a_process_is_heard() -> None:
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    process = feed.Process("gfgen.no_such_module", "setup", heard.put)
+    assert str(heard.get(timeout=60).error) == "its process ended with exit code 1"
+    process.send("no effect")
+    process.close()
+
+
+# Programs ---------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import gfgen
+from gfgen.layout import Layout
+from gfgen.snapshot import Decision
+
+class Last:
+    "The last job first."
+    def __call__(self, snapshot):
+        jobs = reversed(list(snapshot.open.values()))
+        return [Decision(job.next_task, Layout.single(rank)) for job, rank in zip(jobs, snapshot.free_ranks)]
+
+here = dict(device="cpu", ranks=1)
+results = gfgen.generate(["first", "last"], policy=Last, **here, size="64x64", frames=1, steps=1)
+print(*[result.job.prompt for result in results], "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("way", ["program.py", "-"])
+def test_programs_need_no_guard_and_bring_their_own_policy(tmp_path: Path, way: str) -> None:
+    """A notebook has a __main__ without a file, as standard input has."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert python(way, stdin=PROGRAM if way == "-" else "", cwd=tmp_path) == "last first False\n"
+
+
+def test_import_is_light_and_help_fits_on_two_screens() -> None:
+    found = python("-c", "import sys, gfgen; print(len(sys.modules), 'numpy' in sys.modules, dir(gfgen))")
+    assert "False" in found
+    assert all(name in found for name in gfgen.__all__)
+    text = pydoc.plain(pydoc.render_doc(gfgen))
+    assert len(text.splitlines()) <= 2 * 55, text
+
+
+class Idle:
+    def __call__(self, snapshot: Snapshot) -> list[Decision]:
+        return [Decision(job.next_task, Layout.single(0)) for job in snapshot.open.values()]
+
+
+@pytest.mark.parametrize("given", [Idle, Idle(), Idle().__call__])
+def test_a_policy_is_a_class_an_instance_or_a_function(given: Any) -> None:
+    assert policy_of(given).decide is not given or not inspect.isclass(given)
+    assert policy_of("fcfs").is_built_in
+    with pytest.raises(errors.PolicyError, match="a function, or a class with __call__"):
+        policy_of(3)
+
+
+# Reports and documents --------------------------------------------------------------------------
+
+
+def test_check_and_plan_give_what_the_commands_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "jobs.jsonl"
+    file.write_text('{"prompt": "a fox", "frames": 1}\n{"prompt": "a fox", "stpes": 1}\n')
+    report = gfgen.check(file, **HERE, output_dir=tmp_path / "out")
+    with pytest.raises(SystemExit):
+        main(["check", str(file), "--device", "cpu", "--ranks", "1", "-o", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert str(report).splitlines()[:3] == printed.splitlines()[:3]
+    assert [problem.field for problem in report.found.problems] == ["stpes"]
+    assert report.as_json()["jobs"] == 1
+    found = gfgen.plan([{"prompt": "a fox", "model": "shapes"}], ranks=[1, 2], by="8h")
+    assert "1 rank is enough" in str(found)
+    assert json.dumps(found.as_json())
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(snippets())))
+def test_the_snippets_of_the_documentation_run(tmp_path: Path, number: int) -> None:
+    """With a model and devices that are here."""
+    ours = 'model="shapes", device="cpu", ranks=1'
+    code = re.sub(r'model="[\w.-]+"(, gpus=\[[\d, ]+\])?', ours, snippets()[number])
+    code = code.replace(f"{ours}, ranks=[", 'model="shapes", ranks=[')  # a plan is for any device
+    python("-W", "error", "-c", code, cwd=tmp_path)
