@@ -16,13 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-<<<<<<< HEAD
     "lines of the package": 63_640,
     "files of the package": 287,
-=======
-    "lines of the package": 62_749,
-    "files of the package": 283,
->>>>>>> main
     "lines of the core": 5_760,
     "files of the core": 27,
     "modules of one folder": 14,
