@@ -18,7 +18,7 @@ ROOT = REPOSITORY / "gfgen"
 LIMITS = {
     "lines of the package": 63_953,
     "files of the package": 287,
-    "lines of the core": 5_760,
+    "lines of the core": 5_790,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,
