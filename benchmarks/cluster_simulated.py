@@ -17,7 +17,7 @@ from unittest import mock
 
 import click
 
-from benchmarks.bounds import least_makespan_s
+from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.workloads import (
     Name,
     StandAlone,

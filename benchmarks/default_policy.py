@@ -32,12 +32,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.policy_study import profile
 from gfgen.bench.workloads import weightless_model
 from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import AskedRanks
 from gfgen.session.session import Session, SessionOptions
@@ -88,7 +89,13 @@ def end_and_latency_s(
     room = None if memory is None else SimulatedMemory.of(jobs, memory, source="a study")
     residency = None if room is None else room.residency(num_ranks)
     named = load_policy(policy)
-    run = simulate(jobs, policy=named, num_ranks=num_ranks, profile=profile(), residency=residency)
+    run = simulate(
+        jobs,
+        policy=named,
+        num_ranks=num_ranks,
+        profile=load_profile(SHIPPED / "h200.json"),
+        residency=residency,
+    )
     ends_s = [outcome.ended_s for outcome in run.outcomes]
     return max(ends_s), statistics.mean(ends_s)
 

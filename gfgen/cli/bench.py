@@ -17,6 +17,7 @@ from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
 from gfgen.cli import options as opt
+from gfgen.cli.bench_paper import paper
 from gfgen.cli.compare_runs import jobs_with, load_compared, on_workers, predicted, simulated
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
@@ -62,6 +63,9 @@ def bench() -> None:
 
     `gfgen bench --compare legacy` compares the policies; see `gfgen bench compare --help`.
     """
+
+
+bench.add_command(paper)
 
 
 @bench.command()

@@ -117,7 +117,7 @@ def on_workers(
             ) as session,
         ):
             session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
-            bench = _StartedWorkers(found, model, session, profile)
+            bench = StartedWorkers(found, model, session, profile)
             if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
@@ -151,7 +151,7 @@ def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: 
 
 
 @dataclass(frozen=True, slots=True)
-class _StartedWorkers:
+class StartedWorkers:
     _model: ResolvedModel
     _name: str
     _session: Session

@@ -7,7 +7,7 @@ from builders import make_job, with_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.bounds import least_makespan_s
+from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.policy_comparison import score
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy

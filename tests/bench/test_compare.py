@@ -6,7 +6,7 @@ import pytest
 from builders import make_job
 
 from benchmarks.beside import fidelity_table, surprises
-from benchmarks.bounds import least_makespan_s
+from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, score, scores_of
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.bench import figures

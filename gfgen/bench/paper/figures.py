@@ -1,0 +1,409 @@
+"""The figures and tables of the evaluation: the cells that each needs, and the table made of them.
+
+Source: GF-DiT (arXiv 2606.13501), Table 1, sections 5.4, 6.1 and Figures 3, 6 to 11.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gfgen.bench.paper.bounds import least_makespan_s
+from gfgen.bench.paper.cells import Cell, Results, admitted_of
+from gfgen.bench.policy_comparison import Score
+from gfgen.bench.workloads import Name, admitted, calibration_jobs, mix_of, weightless_model
+from gfgen.graph import Stage
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.simulation import profiled_times
+
+WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst")
+LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
+GRID_LOADS = (0.3, 0.6, 0.8, 0.95, 1.1, 1.3, 1.5)
+GRID_WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady")
+GRID_JOBS, GRID_SEEDS = 80, 5
+COLLAPSE_LOAD, COLLAPSE_SEEDS = 1.1, 2
+RESAMPLES = 2000
+AUTO, NONE = "auto", "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What the cells of all figures have in common."""
+
+    models: Sequence[str]
+    num_ranks: int
+    profile: Profile
+    seeds: int = 3
+    num_jobs: int = 120
+    minutes: float | None = None
+    steps: int | None = None
+    load: float = 0.9
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """The paper's names, and `auto`. Its EDF does not give up lost jobs; SPmax takes all ranks."""
+        most = f"srtf,degree={self.num_ranks}"
+        return {
+            "Legacy": "legacy", "EDF": "edf,rescue=false", "SRTF-SP1": "srtf", "SRTF-SPmax": most,
+            "FCFS-SP1": "fcfs", AUTO: AUTO,
+        }  # fmt: skip
+
+    def cells(
+        self,
+        models: Iterable[str],
+        workloads: Iterable[Name],
+        loads: Iterable[float],
+        policies: Iterable[str],
+        **own: Any,
+    ) -> tuple[Cell, ...]:
+        """A cell for each combination and seed; `own` replaces fields."""
+        seeds = range(1, own.pop("seeds", self.seeds) + 1)
+        own = {"num_jobs": self.num_jobs, "minutes": self.minutes, "steps": self.steps, **own}
+        return tuple(
+            Cell(model=model, workload=workload, load=load, seed=seed, policy=policy, **own)
+            for model, workload, load, seed, policy in itertools.product(
+                models, workloads, loads, seeds, policies
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a figure."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    curves: dict[str, list[tuple[float, float]]] | None = None
+    """Points to draw, by name; the head's first word names the axis."""
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    what: str
+    """What it shows, in one line."""
+    cells: Callable[[Grid], tuple[Cell, ...]] = lambda _: ()
+    tables: Callable[[Grid, Results], Iterator[Table]] = lambda _grid, _cells: iter(())
+    elsewhere: str | None = None
+    """The command whose output is the figure, which is not simulated."""
+
+
+# Numbers of several seeds ---------------------------------------------------------------------
+
+
+def interval(found: Sequence[float]) -> tuple[float, float]:
+    """95% bootstrap interval of the mean."""
+    picks = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
+    low, high = np.percentile(np.array(found)[picks].mean(axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def words(found: Sequence[float], form: str = "{:.1f}", scale: float = 1.0) -> str:
+    """The mean, and its interval if there are several."""
+    if not found:
+        return NONE
+    mean = form.format(scale * statistics.mean(found))
+    if len(found) == 1:
+        return mean
+    low, high = (form.format(scale * end) for end in interval(found))
+    return mean if low == high else f"{mean} [{low}, {high}]"
+
+
+def _attainment(found: Score) -> float:
+    return found.attainment_client
+
+
+def _bare(found: Score) -> float:
+    return found.attainment
+
+
+# Figure 3 -------------------------------------------------------------------------------------
+
+
+def _stages(grid: Grid, _: Results) -> Iterator[Table]:
+    """The time of each stage of the middle class on n ranks, over that on one."""
+    for model in grid.models:
+        job = admitted(calibration_jobs(model), weightless_model(model))[1]
+        costs = CostModel(grid.profile)
+        found, numbers = costs.class_of(job), range(1, grid.num_ranks + 1)
+        arrangement = costs.arrangement(found)
+        degrees = {
+            Stage.ENCODE: [(1, 1, 1)] * grid.num_ranks,
+            Stage.DENOISE: arrangement.steps,
+            Stage.DECODE: [(1, number, 1) for number in arrangement.decodes],
+        }
+        rows = []
+        for stage, ways in degrees.items():
+            taken_s = [costs.estimate(found, stage, ways[number - 1]).seconds for number in numbers]
+            rows.append([stage.name.lower(), *(f"{each / taken_s[0]:.2f}" for each in taken_s)])
+        yield Table(f"{model}, class {job.spec.tag}", ("stage", *_ranks(grid)), rows)
+
+
+def _shapes(grid: Grid, _: Results) -> Iterator[Table]:
+    """The time of a step of each class on n ranks, over that on one."""
+    for model in grid.models:
+        costs, rows = CostModel(grid.profile), []
+        for job in admitted(calibration_jobs(model), weightless_model(model)):
+            found = costs.class_of(job)
+            ways = costs.arrangement(found).steps[: grid.num_ranks]
+            taken_s = [costs.estimate(found, Stage.DENOISE, way).seconds for way in ways]
+            size = f"{job.spec.width}x{job.spec.height}" + (f"x{job.spec.frames}" if job.spec.frames else "")
+            rows.append([f"{job.spec.tag} ({size})", *(f"{each / taken_s[0]:.2f}" for each in taken_s)])
+        yield Table(model, ("class", *_ranks(grid)), rows)
+
+
+def _ranks(grid: Grid) -> list[str]:
+    return [f"{number} rank{'s' if number > 1 else ''}" for number in range(1, grid.num_ranks + 1)]
+
+
+# Policies -------------------------------------------------------------------------------------
+
+
+def _conflict(grid: Grid) -> tuple[Cell, ...]:
+    return grid.cells(grid.models, WORKLOADS, (0.6, 1.2), grid.policies.values())
+
+
+def _winners(grid: Grid, cells: Results) -> Iterator[Table]:
+    names = grid.policies
+    rows = []
+    for model, workload, load in itertools.product(grid.models, WORKLOADS, (0.6, 1.2)):
+        likes = {name: grid.cells([model], [workload], [load], [policy])[0] for name, policy in names.items()}
+        found = {name: cells.values(like, _attainment) for name, like in likes.items()}
+        known = {name: statistics.mean(each) for name, each in found.items() if each and name != AUTO}
+        best = max(known, key=lambda name: known[name]) if known else NONE
+        shares = [f"{statistics.mean(each):.0%}" if each else NONE for each in found.values()]
+        rows.append([f"{model}, {workload}, load {load:g}", *shares, best])
+    yield Table("Jobs in time for the client", ("workload", *names, "best fixed"), rows)
+
+
+def _main(grid: Grid) -> tuple[Cell, ...]:
+    return grid.cells(grid.models, WORKLOADS, (grid.load,), grid.policies.values())
+
+
+def _scores(grid: Grid, cells: Results) -> Iterator[Table]:
+    head = (
+        "policy",
+        "jobs a minute",
+        "mean latency, s",
+        "P95, s",
+        "in time, %",
+        "bare deadline, %",
+        "failed",
+    )
+    for model, workload in itertools.product(grid.models, WORKLOADS):
+        likes = grid.cells([model], [workload], [grid.load], grid.policies.values(), seeds=1)
+        rows = [_score_row(name, cells, like) for name, like in zip(grid.policies, likes, strict=True)]
+        yield Table(f"{model}, {workload}, load {grid.load:g}", head, rows)
+
+
+def _score_row(name: str, cells: Results, like: Cell) -> list[str]:
+    return [
+        name,
+        words(cells.values(like, lambda found: found.jobs_per_min)),
+        words(cells.values(like, lambda found: found.mean_s)),
+        words(cells.values(like, lambda found: found.p95_s)),
+        words(cells.values(like, _attainment), "{:.0f}", 100),
+        words(cells.values(like, _bare), "{:.0f}", 100),
+        words(cells.values(like, lambda found: float(found.num_failed))),
+    ]
+
+
+def _collapse(grid: Grid) -> tuple[Cell, ...]:
+    """Jobs arrive for 2.5 times the time-out."""
+    model = grid.models[-1]
+    timeout_s = mix_of(model).timeout_s * (grid.steps or mix_of(model).steps) / mix_of(model).steps
+    return grid.cells(
+        [model],
+        ["foreground-burst"],
+        [COLLAPSE_LOAD],
+        grid.policies.values(),
+        seeds=min(grid.seeds, COLLAPSE_SEEDS),
+        num_jobs=100_000,
+        minutes=2.5 * timeout_s / 60,
+        timeout_s=timeout_s,
+    )
+
+
+def _completed(grid: Grid, cells: Results) -> Iterator[Table]:
+    likes = {cell.policy: cell for cell in _collapse(grid) if cell.seed == 1}
+    rows = []
+    for name, policy in grid.policies.items():
+        shares = cells.values(likes[policy], lambda found: 1 - found.num_failed / found.num_jobs)
+        rows.append([name, words(shares, "{:.0f}", 100), *_score_row(name, cells, likes[policy])[1:3]])
+    like = next(iter(likes.values()))
+    title = f"{like.model}, {like.workload}, load {like.load:g}, {like.minutes:.0f} minutes of arrivals"
+    head = ("policy", "completed, %", "jobs a minute", "mean latency, s")
+    yield Table(f"{title}, time-out {like.timeout_s:.0f} s", head, rows)
+
+
+def _arrivals(grid: Grid, _: Results) -> Iterator[Table]:
+    """Arrivals in each minute, by class."""
+    for cell in grid.cells(grid.models, WORKLOADS, (grid.load,), [AUTO], seeds=1):
+        counts: dict[str, Counter[int]] = {}
+        jobs = admitted_of(cell, grid.profile, num_ranks=grid.num_ranks)
+        for job in jobs:
+            counts.setdefault(job.spec.tag or "", Counter())[int((job.spec.arrival_s or 0.0) // 60)] += 1
+        last = max(itertools.chain.from_iterable(counts.values()))
+        curves = {
+            tag: [(float(minute), float(counts[tag][minute])) for minute in range(last + 1)]
+            for tag in sorted(counts, key="SML".find)
+        }
+        rows = [[tag, str(sum(counts[tag].values())), str(max(counts[tag].values()))] for tag in curves]
+        title = f"{cell.model}, {cell.workload}, {last + 1} minutes"
+        yield Table(title, ("class", "jobs", "most in a minute"), rows, curves, "arrivals a minute")
+
+
+def _rates(grid: Grid) -> tuple[Cell, ...]:
+    names = ("edf,rescue=false", "srtf", AUTO)
+    return grid.cells(grid.models, ["short"], LOADS, names)
+
+
+def _curves(grid: Grid, cells: Results) -> Iterator[Table]:
+    names = {"EDF": "edf,rescue=false", "SRTF-SP1": "srtf", AUTO: AUTO}
+    for model in grid.models:
+        rows: list[list[str]] = []
+        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for load in LOADS:
+            row = [f"{load:g}"]
+            for name, policy in names.items():
+                met = cells.values(grid.cells([model], ["short"], [load], [policy])[0], _attainment)
+                row.append(words(met, "{:.0f}", 100))
+                if met:
+                    curves[name].append((load, 100 * statistics.mean(met)))
+            rows.append(row)
+        yield Table(f"{model}, short", ("load", *names), rows, curves, "in time for the client, %")
+
+
+def _replayed(grid: Grid) -> tuple[Cell, ...]:
+    names = [*grid.policies.values(), f"fcfs,degree={grid.num_ranks}"]
+    return grid.cells(grid.models[:1], ["foreground-burst"], [grid.load], names)
+
+
+def fidelity(grid: Grid, simulated: Results, run: Results) -> Iterator[Table]:
+    """Attainment of the same trace, simulated and run."""
+    rows = []
+    for like in (cell for cell in _replayed(grid) if cell.seed == 1):
+        both = [each.values(like, _attainment) for each in (simulated, run)]
+        means = [100 * statistics.mean(each) if each else math.nan for each in both]
+        difference = means[1] - means[0]
+        rows.append([
+            like.policy,
+            words(both[0], "{:.1f}", 100),
+            words(both[1], "{:.1f}", 100) if both[1] else "not run",
+            NONE if math.isnan(difference) else f"{difference:+.1f}",
+        ])  # fmt: skip
+    like = _replayed(grid)[0]
+    head = ("policy", "simulated, %", "run, %", "difference, points")
+    yield Table(f"{like.model}, {like.workload}, load {like.load:g}", head, rows)
+
+
+# The night ------------------------------------------------------------------------------------
+
+
+def _night(grid: Grid) -> tuple[Cell, ...]:
+    """A file of jobs that are all there at the start, a fifth with deadlines."""
+    policies = [*grid.policies.values(), "makespan"]
+    own = {"seeds": min(grid.seeds, 2), "num_jobs": 2 * grid.num_jobs, "minutes": None}
+    return grid.cells(grid.models, ["overnight"], [1.0], policies, **own)
+
+
+def _nights(grid: Grid, cells: Results) -> Iterator[Table]:
+    names = {policy: name for name, policy in grid.policies.items()}
+    for model in grid.models:
+        todo = [cell for cell in _night(grid) if cell.model == model]
+        bounds_s = {cell.seed: _bound_s(grid, cell) for cell in todo if cell.policy == AUTO}
+        rows = []
+        for like in (cell for cell in todo if cell.seed == 1):
+            taken_s = cells.values(like, lambda found: found.makespan_s)
+            over = [taken / bound - 1 for taken, bound in zip(taken_s, bounds_s.values(), strict=False)]
+            due = cells.values(like, _bare)
+            name = names.get(like.policy, like.policy)
+            rows.append([name, words(taken_s), words(over, "{:+.1f}", 100), words(due, "{:.0f}", 100)])
+        head = ("policy", "makespan, s", "over the bound, %", "deadlines met, %")
+        yield Table(f"{model}, {todo[0].num_jobs} jobs", head, rows)
+
+
+def _bound_s(grid: Grid, cell: Cell) -> float:
+    jobs = admitted_of(cell, grid.profile, num_ranks=grid.num_ranks)
+    times = profiled_times(grid.profile, jobs, num_ranks=grid.num_ranks)
+    return least_makespan_s(jobs, times, num_ranks=grid.num_ranks)
+
+
+# The grid -------------------------------------------------------------------------------------
+
+
+def grid_cells(grid: Grid) -> tuple[Cell, ...]:
+    policies = grid.policies.values()
+    found: list[Cell] = []
+    for number in (1, grid.num_ranks):
+        found += grid.cells(
+            grid.models, GRID_WORKLOADS, GRID_LOADS, policies,
+            seeds=GRID_SEEDS, num_jobs=GRID_JOBS, minutes=None, deadlines_from=number,
+        )  # fmt: skip
+    return tuple(found)
+
+
+def grid_table(grid: Grid, cells: Results) -> Iterator[Table]:
+    """How far `auto` is from the best of the others, at each point."""
+    points = sorted({replace(cell, policy="", seed=1) for cell in cells.cells})
+    rows: list[list[str]] = []
+    lost: dict[str, list[float]] = {"client": [], "bare": []}
+    for point in points:
+        row = [f"{point.model}, {point.workload}, from {point.deadlines_from}, load {point.load:g}"]
+        for name, value in (("client", _attainment), ("bare", _bare)):
+            met = {
+                policy: statistics.mean(found)
+                for policy in grid.policies.values()
+                if (found := cells.values(replace(point, policy=policy), value))
+            }
+            if AUTO not in met or len(met) == 1:
+                continue
+            best = max((policy for policy in met if policy != AUTO), key=lambda policy: met[policy])
+            lost[name].append(met[AUTO] - met[best])
+            row += [f"{met[AUTO]:.1%}", f"{100 * lost[name][-1]:+.1f} ({best})"]
+        if len(row) > 1:
+            rows.append(row)
+    head = ("point", "auto, client", "less the best", "auto, bare", "less the best")
+    if rows:
+        mean = [f"{100 * statistics.mean(lost[name]):+.1f}" for name in ("client", "bare")]
+        worst = [f"{100 * min(lost[name]):+.1f}" for name in ("client", "bare")]
+        rows = [["mean", "", mean[0], "", mean[1]], ["worst", "", worst[0], "", worst[1]], *rows]
+    yield Table(f"{len(points)} points, {GRID_SEEDS} seeds of {GRID_JOBS} jobs", head, rows)
+
+
+def auto_by_point(cells: Results) -> dict[str, list[float]]:
+    """What is stored for `--check`: the attainment of `auto` at each point, for the client and bare."""
+    points = {replace(cell, seed=1) for cell in cells.cells if cell.policy == AUTO}
+    return {
+        f"{cell.model} {cell.workload} from {cell.deadlines_from} load {cell.load:g}": [
+            round(statistics.mean(cells.values(cell, value)), 4) for value in (_attainment, _bare)
+        ]
+        for cell in sorted(points)
+    }
+
+
+FIGURES = {
+    "3a": Figure("Figure 3a", "Stages scale differently: time on n ranks over that on one", tables=_stages),
+    "3b": Figure("Figure 3b", "Shapes scale differently: a step on n ranks over one", tables=_shapes),
+    "3c": Figure("Figure 3c", "No fixed policy is the best everywhere", _conflict, _winners),
+    "table1": Figure("Table 1", "What a new NCCL group costs, and ours", elsewhere="gfgen bench gfc"),
+    "6": Figure("Figure 6", "Policies on the main workloads; intervals over seeds", _main, _scores),
+    "collapse": Figure("Collapse", "Large groups time out under load", _collapse, _completed),
+    "7": Figure("Figure 7", "Arrivals of the main workloads", tables=_arrivals),
+    "8": Figure("Figure 8", "A fixed layout and a bare loop", elsewhere="python -m benchmarks.bare"),
+    "9": Figure("Figure 9", "Collectives beside NCCL's", elsewhere="gfgen bench gfc"),
+    "10": Figure("Figure 10", "Deadlines met against load", _rates, _curves),
+    "11": Figure("Figure 11", "The same trace, simulated and run", _replayed),
+    "night": Figure("The night", "All jobs at once: time to the last file", _night, _nights),
+    "grid": Figure("Grid", "`auto` against the best policy at each point", grid_cells, grid_table),
+}  # fmt: skip

@@ -1,0 +1,110 @@
+"""The evaluation as Markdown, JSON, a picture for each figure with curves, and one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.bench.paper.figures import Figure, Table
+from gfgen.errors import OutputError
+
+_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
+td, th { border-bottom: 1px solid #8884; padding: .2rem .7rem; text-align: left } img { max-width: 100% }
+:root { color-scheme: light dark }"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    name: str
+    figure: Figure
+    conditions: str
+    """Where its cells ran, of which commits, and what is missing."""
+    tables: Sequence[Table]
+
+
+def write_page(folder: Path, head: str, sections: Sequence[Section]) -> list[str]:
+    """Write the files; returns their names. Raises OutputError."""
+    drawn = {each.name: picture for each in sections if (picture := _drawn(each)) is not None}
+    tables = {each.name: [asdict(table) for table in each.tables] for each in sections}
+    conditions = {each.name: each.conditions for each in sections}
+    files: dict[str, bytes] = {
+        "paper.json": json.dumps(
+            {"head": head, "conditions": conditions, "tables": tables}, indent=1
+        ).encode(),
+        "paper.md": "\n".join(_markdown(head, sections)).encode(),
+        "paper.html": "\n".join(_page(head, sections, drawn)).encode(),
+        **{f"figure-{name}.png": picture for name, picture in drawn.items()},
+    }
+    try:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
+    return list(files)
+
+
+def _markdown(head: str, sections: Sequence[Section]) -> Iterator[str]:
+    yield from (f"# {head}", "")
+    for each in sections:
+        yield from (f"## {each.figure.title}", "", f"{each.figure.what}; {each.conditions}", "")
+        for table in each.tables:
+            yield from (
+                f"**{table.title}**",
+                "",
+                f"| {' | '.join(table.head)} |",
+                "|---" * len(table.head) + "|",
+            )
+            yield from (f"| {' | '.join(row)} |" for row in table.rows)
+            yield ""
+
+
+def _page(head: str, sections: Sequence[Section], drawn: dict[str, bytes]) -> Iterator[str]:
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(head)}</title>"
+    yield f"<style>{_STYLE}</style><h1>{html.escape(head)}</h1>"
+    for each in sections:
+        yield f"<h2>{html.escape(each.figure.title)}</h2><p>{html.escape(each.figure.what)};"
+        yield f"{html.escape(each.conditions)}</p>"
+        if each.name in drawn:
+            content = base64.b64encode(drawn[each.name]).decode()
+            yield f'<img alt="{html.escape(each.figure.what)}" src="data:image/png;base64,{content}">'
+        for table in each.tables:
+            yield f"<table><caption>{html.escape(table.title)}</caption>"
+            yield _row(table.head, "th")
+            yield from (_row(row, "td") for row in table.rows)
+            yield "</table>"
+    yield "</html>"
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _drawn(section: Section) -> bytes | None:
+    """A picture of the tables that have curves; None without any, or without matplotlib."""
+    tables = [table for table in section.tables if table.curves]
+    try:
+        from matplotlib.figure import Figure as Drawing
+    except ImportError:
+        return None
+    if not tables:
+        return None
+    drawing = Drawing(figsize=(5 * len(tables), 3.5), layout="constrained")
+    axes: Any = drawing.subplots(1, len(tables), squeeze=False)[0]
+    for axis, table in zip(axes, tables, strict=True):
+        for name, points in (table.curves or {}).items():
+            axis.plot(*zip(*points, strict=True), label=name) if points else None
+        axis.set_title(table.title, fontsize=9)
+        axis.set_xlabel("minute" if table.head[0] == "class" else table.head[0])
+        axis.set_ylabel(table.unit)
+        axis.grid(alpha=0.25)
+        axis.legend()
+    file = io.BytesIO()
+    drawing.savefig(file, dpi=110)
+    return file.getvalue()

@@ -1,0 +1,232 @@
+"""`gfgen bench paper`: the evaluation of GF-DiT on this machine, or simulated."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import click
+
+from gfgen import log
+from gfgen.bench.paper.cells import Cell, CellStore, Place, Results, found_of, simulated
+from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, grid_cells
+from gfgen.bench.paper.page import Section, write_page
+from gfgen.bench.policy_comparison import PolicyRun, attempt
+from gfgen.bench.workloads import admitted, calibration_jobs, mix_of, weightless_model
+from gfgen.cli import options as opt
+from gfgen.cli.compare_runs import WARM_UP_STEPS, StartedWorkers
+from gfgen.cli.shown.prediction import choose_profile
+from gfgen.errors import InputError, InterruptedRunError
+from gfgen.job.fields import MAX_STEPS
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.devices import find_gpus
+from gfgen.runtime.predict.profile_file import load_profile, write_whole
+from gfgen.runtime.predict.profile_store import SHIPPED
+from gfgen.session.ranks import Ranks, admitted_on
+from gfgen.session.session import Session, SessionOptions
+from gfgen.system.wording import counted
+
+MODELS, REAL_MODELS = ("wan2.2-ti2v-5b", "qwen-image"), ("tiny-wan",)
+GRID = "grid"
+STORED = Path(__file__).parents[1] / "bench" / "paper" / "grid.json"
+MOST_LOST = 0.02
+"""Attainment that `auto` may lose at a point before --check fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    names: tuple[str, ...] = opt.option(
+        "Figure or table to make. Repeatable. [all but the grid]",
+        "--figure",
+        multiple=True,
+        type=click.Choice([*FIGURES, "all"]),
+    )
+    is_simulated: bool = opt.flag("Simulate with a profile. This is the default without GPUs.", "--simulate")
+    is_checked: bool = opt.flag(
+        "Simulate the grid and fail if `auto` loses 2 points anywhere against the stored table.", "--check"
+    )
+    models: tuple[str, ...] = opt.option(
+        f"Model whose job classes are used. Repeatable. [{', '.join(MODELS)}; on CPU ranks {REAL_MODELS[0]}]",
+        "--model",
+        multiple=True,
+    )
+    seeds: int = opt.option("Number of seeds.", type=click.IntRange(1, 100), default=3)
+    num_jobs: int = opt.option(
+        "Number of jobs of a workload.", "--jobs", type=click.IntRange(1, 100_000), default=120
+    )
+    minutes: float | None = opt.option("No job arrives later than this.", type=opt.FiniteRange(0.01))
+    steps: int | None = opt.option(
+        "Steps of each job; time-outs shrink with them. [25; tiny models: 6]",
+        type=click.IntRange(1, MAX_STEPS),
+    )
+    load: float = opt.option("Load of figures 6, 7 and 11.", type=opt.FiniteRange(0.01, 100), default=0.9)
+    profile_path: Path | None = opt.profile_option()
+    output: Path = opt.option(
+        "Folder for the page and its cells. Cells that are there are not run again.",
+        "-o",
+        type=opt.NamedPath(file_okay=False),
+        default=Path("outputs/paper"),
+    )
+    ranks: opt.RankOptions = opt.group(
+        opt.RankOptions,
+        without=("memory", "offload", "trust_remote_code", "compile", "precision", "attention"),
+        ranks=opt.option("Number of ranks. [2 on a CPU; all GPUs; simulated: 4]", type=opt.RANKS),
+    )
+
+
+@click.command()
+@opt.takes(given=Arguments)
+def paper(given: Arguments) -> int:
+    """Make the figures of the GF-DiT paper (arXiv 2606.13501) as Markdown, JSON, PNG and one HTML page.
+
+    Each policy on each workload is a cell, kept as a file by the card on which it ran. A run that stops goes
+    on where it was, and cells can be carried to other machines with that card.
+    """
+    log.configure(level="warning")
+    if given.is_checked:
+        return _check(given)
+    is_real = not given.is_simulated and (given.ranks.device == "cpu" or bool(find_gpus()))
+    ranks = given.ranks.found(cpu_ranks=2) if is_real else None
+    models = given.models or (MODELS if ranks is None or ranks.are_on_gpus else REAL_MODELS)
+    for model in models:
+        mix_of(model)
+    path, num_ranks = _profile(given, models, ranks), ranks.num_ranks if ranks else given.ranks.ranks or 4
+    profile = load_profile(path)
+    grid = Grid(
+        models, num_ranks, profile, given.seeds, given.num_jobs, given.minutes, given.steps, given.load
+    )
+    chosen = {*FIGURES} - {GRID} if not {*given.names} - {"all"} else {*given.names}
+    names = [name for name in FIGURES if name in chosen]
+    stores = {
+        is_sim: CellStore(given.output, Place(profile.device, num_ranks, profile.hash, is_sim))
+        for is_sim in (True, False)
+    }
+    for name in names:
+        # The grid is for simulation alone, and figure 11 compares both.
+        kinds = {GRID: [True], "11": [True, *([False] if is_real else [])]}.get(name, [not is_real])
+        for is_sim in kinds:
+            _make(FIGURES[name].cells(grid), stores[is_sim], given, path, None if is_sim else ranks)
+    sections = [_section(name, grid, stores, is_real=is_real, folder=given.output) for name in names]
+    given.output.mkdir(parents=True, exist_ok=True)
+    written = write_page(
+        given.output, f"The evaluation of GF-DiT, {stores[not is_real].place.words}", sections
+    )
+    click.echo(f"{', '.join(written)} are in {given.output}/")
+    return 0
+
+
+def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Path:
+    """The file of the profile from which arrivals and deadlines follow."""
+    if given.profile_path is not None:
+        return given.profile_path
+    if ranks is None:
+        return SHIPPED / "h200.json"
+    jobs = [job for model in models for job in admitted(calibration_jobs(model), weightless_model(model))]
+    found = choose_profile(None, jobs, num_ranks=ranks.num_ranks)
+    given.output.mkdir(parents=True, exist_ok=True)
+    path = given.output / f"profile-{found.hash[:8]}.json"
+    write_whole(found.as_json(), path)
+    return path
+
+
+def _make(
+    cells: Sequence[Cell], store: CellStore, given: Arguments, profile: Path, ranks: Ranks | None
+) -> None:
+    """Run the cells that are not kept, and keep each."""
+    known = store.read(cells)
+    todo = [cell for cell in dict.fromkeys(cells) if cell not in known]
+    if not todo:
+        return
+    if ranks is None:
+        runs = simulated(todo, profile, num_ranks=store.place.num_ranks)
+    else:
+        runs = _on_workers(sorted(todo, key=lambda cell: cell.model), profile, given.output, ranks)
+    num_done = 0
+    try:
+        with (
+            closing(runs),
+            click.progressbar(length=len(todo), label=store.place.words, file=sys.stderr) as bar,
+        ):
+            for cell, run in runs:
+                store.keep(cell, run)
+                num_done += 1
+                bar.update(1)
+    except (KeyboardInterrupt, InterruptedRunError) as stop:
+        number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
+        raise InterruptedRunError(
+            f"stopped; {num_done} of {counted(len(todo), 'cell')} kept: run the same command again to go on",
+            signal_number=number,
+        ) from None
+
+
+def _on_workers(
+    cells: Sequence[Cell], path: Path, output: Path, ranks: Ranks
+) -> Iterator[tuple[Cell, PolicyRun]]:
+    """Run the cells of each model on one pool of workers, after a short job of each class."""
+    profile = load_profile(path)
+    output.mkdir(parents=True, exist_ok=True)
+    for model, group in groupby(cells, key=lambda cell: cell.model):
+        todo = list(group)
+        found = ranks.admission(model).models.find(model)
+        examples = calibration_jobs(model, steps=todo[0].steps)
+        admitted_on(ranks, examples, default_model=model, source="--model")
+        with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+            asked = SessionOptions(
+                output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=model
+            )
+            with Session(asked) as session:
+                session.load(admitted(examples, found), are_all_needed=True)
+                workers = StartedWorkers(found, model, session, profile)
+                workers.warm_up(examples, steps=WARM_UP_STEPS)
+                for cell in todo:
+                    specs = cell.jobs(profile, num_ranks=ranks.num_ranks)
+                    yield cell, attempt(cell.policy, partial(workers.run, cell.policy, specs))
+
+
+def _section(name: str, grid: Grid, stores: dict[bool, CellStore], *, is_real: bool, folder: Path) -> Section:
+    figure, store = FIGURES[name], stores[name == GRID or not is_real]
+    if figure.elsewhere is not None:
+        kept = folder / f"{name}.txt"
+        text = kept.read_text() if kept.exists() else f"not run here: `{figure.elsewhere} > {kept}`."
+        return Section(name, figure, text, ())
+    cells = figure.cells(grid)
+    known = store.read(cells)
+    if name == "11":
+        tables = tuple(fidelity(grid, *(Results(stores[each].read(cells)) for each in (True, False))))
+    else:
+        tables = tuple(figure.tables(grid, Results(known)))
+    commits = sorted({found.commit[:8] for found in known.values() if found.commit})
+    errors = {found.error: cell.policy for cell, found in known.items() if found.error}
+    words = [store.place.words, *([f"commit {', '.join(commits)}"] if commits else [])]
+    words += [f"{policy}: {error}" for error, policy in errors.items()]
+    return Section(name, figure, "; ".join(words) + ".", tables)
+
+
+def _check(given: Arguments) -> int:
+    path = given.profile_path or SHIPPED / "h200.json"
+    grid = Grid(MODELS, 4, load_profile(path))
+    cells = [cell for cell in grid_cells(grid) if cell.policy == "auto"]
+    with closing(simulated(cells, path, num_ranks=4)) as runs:
+        found = auto_by_point(Results({cell: found_of(cell, run) for cell, run in runs}))
+    try:
+        stored = json.loads(STORED.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{STORED}: cannot be read ({error})") from None
+    lost = [
+        f"{point}: {was:.1%} -> {now:.1%} {kind}"
+        for point, before in stored.items()
+        for was, now, kind in zip(
+            before, found[point], ("for the client", "by the bare deadline"), strict=True
+        )
+        if now < was - MOST_LOST
+    ]
+    click.echo("\n".join([*lost, f"{counted(len(lost), 'value')} of {2 * len(stored)} lost over 2 points"]))
+    return 1 if lost else 0
