@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 63_953,
-    "files of the package": 287,
+    "lines of the package": 65_009,
+    "files of the package": 293,
     "lines of the core": 5_790,
     "files of the core": 27,
     "modules of one folder": 14,
