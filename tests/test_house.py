@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_009,
+    "lines of the package": 65_011,
     "files of the package": 293,
     "lines of the core": 5_790,
     "files of the core": 27,

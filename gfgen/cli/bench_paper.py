@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +28,11 @@ from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import find_gpus
-from gfgen.runtime.predict.profile_file import load_profile, write_whole
+from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
+from gfgen.system.linefile import write_whole
 from gfgen.system.wording import counted
 
 MODELS, REAL_MODELS = ("wan2.2-ti2v-5b", "qwen-image"), ("tiny-wan",)
@@ -133,7 +134,7 @@ def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Pa
     found = choose_profile(None, jobs, num_ranks=ranks.num_ranks)
     given.output.mkdir(parents=True, exist_ok=True)
     path = given.output / f"profile-{found.hash[:8]}.json"
-    write_whole(found.as_json(), path)
+    write_whole(path, found.as_json())
     return path
 
 
@@ -169,7 +170,7 @@ def _make(
 
 def _on_workers(
     cells: Sequence[Cell], path: Path, output: Path, ranks: Ranks
-) -> Iterator[tuple[Cell, PolicyRun]]:
+) -> Generator[tuple[Cell, PolicyRun], None, None]:
     """Run the cells of each model on one pool of workers, after a short job of each class."""
     profile = load_profile(path)
     output.mkdir(parents=True, exist_ok=True)

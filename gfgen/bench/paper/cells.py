@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.simulate.simulation import simulate
+from gfgen.system.linefile import write_whole
 from gfgen.system.machine import commit, versions
 
 
@@ -148,9 +149,7 @@ class CellStore:
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{cell.name}.json"
-        partial_path = path.with_suffix(f".{os.getpid()}")
-        partial_path.write_text(json.dumps(content, indent=1) + "\n")
-        partial_path.rename(path)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
         return found
 
 
@@ -160,7 +159,9 @@ def found_of(cell: Cell, run: PolicyRun) -> Found:
     return Found(cell, scored, run.error or run.fault, commit(), time.strftime("%Y-%m-%d"))
 
 
-def simulated(cells: Sequence[Cell], profile: Path, *, num_ranks: int) -> Iterator[tuple[Cell, PolicyRun]]:
+def simulated(
+    cells: Sequence[Cell], profile: Path, *, num_ranks: int
+) -> Generator[tuple[Cell, PolicyRun], None, None]:
     """Run the cells in virtual time, in a process per core. Closing it ends them."""
     run = partial(_simulated, profile=profile, num_ranks=num_ranks)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=gc.disable) as pool:
