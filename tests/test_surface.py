@@ -42,6 +42,7 @@ def test_names_of_the_package_and_options_of_a_session():
         "ranks",
         "device",
         "ranks_per_gpu",
+        "transport",
         "memory",
         "random_weights",
         "vae_dtype",
