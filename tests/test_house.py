@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_011,
-    "files of the package": 293,
-    "lines of the core": 5_790,
+    "lines of the package": 65_013,
+    "files of the package": 294,
+    "lines of the core": 5_781,
     "files of the core": 27,
     "modules of one folder": 14,
     "methods of one class": 25,

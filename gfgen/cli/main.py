@@ -38,7 +38,7 @@ _COMMANDS = {
     "config": ("gfgen.cli.config:config", "Show the options that files and variables set."),
     "doctor": ("gfgen.cli.doctor:doctor", "Check this machine: GPUs, packages, and what is missing."),
     "cache": ("gfgen.cli.doctor:cache", "List what gfgen keeps between runs, with sizes; clear it."),
-    "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),
+    "bench": ("gfgen.cli.bench.commands:bench", "Measure gfgen on this machine."),
 }
 WITHOUT_FILES = ("config", "doctor")
 """Commands that show what is wrong, and so must not fail because of a faulty file."""

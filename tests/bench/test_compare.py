@@ -9,7 +9,7 @@ from benchmarks.beside import fidelity_table, surprises
 from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, score, scores_of
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
-from gfgen.cli.bench import figures
+from gfgen.cli.bench.commands import figures
 from gfgen.cli.main import main
 from gfgen.cli.shown.picture import draw_runs
 from gfgen.policies.catalog import load_policy
@@ -222,7 +222,7 @@ def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
             raise KeyboardInterrupt
         return simulate(jobs, policy=policy, **options)
 
-    monkeypatch.setattr("gfgen.cli.compare_runs.simulate", simulate_until)
+    monkeypatch.setattr("gfgen.cli.bench.runs.simulate", simulate_until)
     arguments = ["--simulate", "--policy", "fcfs", "--policy", "srtf", "--jobs", "9", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         main(["bench", "compare", *arguments])

@@ -11,7 +11,7 @@ from gfgen.bench.paper import figures
 from gfgen.bench.paper.cells import Cell, CellStore, Place, Results, admitted_of, found_of, simulated
 from gfgen.bench.paper.figures import Grid, auto_by_point, grid_cells, grid_table
 from gfgen.bench.policy_comparison import PolicyRun
-from gfgen.cli import bench_paper
+from gfgen.cli.bench import paper as bench_paper
 from gfgen.cli.main import cli
 from gfgen.errors import InputError
 from gfgen.runtime.predict.profile_file import load_profile

@@ -18,7 +18,7 @@ from builders import make_job
 from gfgen.bench import stock, stock_worker
 from gfgen.bench.stock import StockOptions, is_stock, stock_options
 from gfgen.bench.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob
-from gfgen.cli.bench import _spelled_out
+from gfgen.cli.bench.commands import _spelled_out
 from gfgen.errors import PolicyError, WorkerError
 
 STEP_S = 0.02

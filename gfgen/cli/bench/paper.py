@@ -16,13 +16,14 @@ from pathlib import Path
 import click
 
 from gfgen import log
+from gfgen.bench import paper as figures_of_paper
 from gfgen.bench.paper.cells import Cell, CellStore, Place, Results, found_of, simulated
 from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, grid_cells
 from gfgen.bench.paper.page import Section, write_page
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.workloads import admitted, calibration_jobs, mix_of, weightless_model
 from gfgen.cli import options as opt
-from gfgen.cli.compare_runs import WARM_UP_STEPS, StartedWorkers
+from gfgen.cli.bench.runs import WARM_UP_STEPS, StartedWorkers
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
@@ -37,7 +38,7 @@ from gfgen.system.wording import counted
 
 MODELS, REAL_MODELS = ("wan2.2-ti2v-5b", "qwen-image"), ("tiny-wan",)
 GRID = "grid"
-STORED = Path(__file__).parents[1] / "bench" / "paper" / "grid.json"
+STORED = Path(figures_of_paper.__file__).parent / "grid.json"
 MOST_LOST = 0.02
 """Attainment that `auto` may lose at a point before --check fails."""
 

@@ -1,0 +1,1 @@
+"""`gfgen bench`: policies compared on workloads, collectives, and the paper's evaluation."""
