@@ -17,6 +17,7 @@ from gfgen.errors import InputError
 from gfgen.runtime.core import events
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.files.journal import EVENT_TYPES, READABLE
+from gfgen.runtime.ipc.messages import RankTimes
 
 _OF_TASKS = (events.TaskDone.__name__, events.TaskFailed.__name__)
 
@@ -124,7 +125,7 @@ def _event(entry: object) -> tuple[int, Event] | None:
     try:
         turn, kind = int(entry.pop("turn")), EVENT_TYPES[entry.pop("event")]
         if kind is events.TaskDone:
-            entry["times"] = tuple([events.RankTimes(*times) for times in entry["times"]])
+            entry["times"] = tuple([RankTimes(*times) for times in entry["times"]])
         return turn, kind(**entry)
     except (KeyError, TypeError, ValueError):
         return None
@@ -163,9 +164,9 @@ class _TasksByRank:
         return entry["turn"], events.TaskFailed(entry["time_s"], number, failures[0]["reason"], void, lost)
 
 
-def _rank_times(part: dict[str, Any]) -> events.RankTimes:
+def _rank_times(part: dict[str, Any]) -> RankTimes:
     """How one rank ran its part, from an entry of version 1, which lacks fields that are newer."""
-    return events.RankTimes(**{name: part[name] for name in events.RankTimes._fields if name in part})
+    return RankTimes(**{name: part[name] for name in RankTimes._fields if name in part})
 
 
 def _end_of_turn(entry: object) -> tuple[int, Turn] | None:
