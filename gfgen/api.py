@@ -18,9 +18,11 @@ import os
 import pickle
 import queue
 import re
+import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -34,7 +36,9 @@ from gfgen.cli.options import JobOptions, LogOptions, RankOptions, checked
 from gfgen.cli.run_files import RunOptions
 from gfgen.cli.simulate import Assumed, FoundPlan, PlanArguments, planned
 from gfgen.errors import GfgenError, InputError, JobFileError, RunError, WorkerError, in_one_line, nearest
+from gfgen.job.fields import shown
 from gfgen.job.images import all_frames
+from gfgen.job.inputs import plain
 from gfgen.job.reader import JobSource
 from gfgen.job.shared import check_defaults
 from gfgen.job.spec import VIDEO_SUFFIXES, JobSpec
@@ -182,6 +186,8 @@ class Session:
         """Why it takes no more jobs."""
         self._attempts = itertools.count(1)
         self._open: dict[int, tuple[Future[Result], Callable[[hosted.Progress], object] | None]] = {}
+        self._inboxes: dict[int, queue.SimpleQueue[Any]] = {}
+        """Of the threads of jobs."""
 
     def __enter__(self) -> Session:
         """Load the models. Raises: errors of `gfgen.errors`."""
@@ -208,13 +214,12 @@ class Session:
     ) -> Future[Result]:
         """The future of a job with these fields. It raises RunError if the job has failed.
 
-        callback: gets the job's progress, in a thread of its own.
+        callback: gets the job's progress, in a thread of the job, so that it may wait for other jobs.
         """
         if self._run is None:
             raise InputError("a session takes jobs inside of 'with'")
         attempt, future = next(self._attempts), Future[Result]()
-        message = hosted.Submit(attempt, fields, callback is not None)
-        _pickled(message, pickle.dumps)
+        message = hosted.Submit(attempt, _pickled(fields, _plain), callback is not None)
         self._open[attempt] = future, callback
         future.add_done_callback(partial(self._done, attempt))
         self._run.process.send(message)
@@ -228,32 +233,48 @@ class Session:
             self._run.process.send(Cancel(attempt))
 
     def _heard(self, message: Any) -> None:
-        """In the process's thread: settle futures and call callbacks."""
+        """In the thread that reads, which nothing may delay: the process waits until it has read."""
         match message:
             case hosted.Ready():
                 self._ready.set_result(None)
-            case hosted.Began(attempt, progress):
-                callback = self._open.get(attempt, (None, None))[1]
-                try:
-                    if callback is not None:
-                        callback(progress)
-                except Exception:
-                    logger.exception("the callback of job %s failed", progress.job_id)
-            case Ended(attempt, outcome) if self._run is not None:
-                try:
-                    result = self._run.result(outcome)
-                    result.check()
-                    self._settle(attempt, result, None)
-                except (RunError, OSError) as failed:
-                    self._settle(attempt, None, failed)
-            case hosted.Refused(attempt, refused):
-                self._settle(attempt, None, refused)
+            case hosted.Began(attempt) | Ended(attempt) | hosted.Refused(attempt):
+                self._pass_on(attempt, message)
             case Gone(error):
                 self._end = self._end or error or WorkerError("gfgen's process has ended")
                 if not self._ready.done():
                     self._ready.set_exception(self._end)
-                for attempt in list(self._open):
-                    self._settle(attempt, None, self._end)
+                for attempt in {*list(self._open), *list(self._inboxes)}:
+                    self._pass_on(attempt, message)
+
+    def _pass_on(self, attempt: int, message: Any) -> None:
+        inbox = self._inboxes.get(attempt)
+        if inbox is None:
+            inbox = self._inboxes[attempt] = queue.SimpleQueue()
+            threading.Thread(
+                target=self._tell, args=(attempt, inbox), name=f"gfgen job {attempt}", daemon=True
+            ).start()
+        inbox.put(message)
+
+    def _tell(self, attempt: int, inbox: queue.SimpleQueue[Any]) -> None:
+        """In a thread of the job, since functions of the program run here: call them, and end its future."""
+        while isinstance(message := inbox.get(), hosted.Began):
+            callback = self._open.get(attempt, (None, None))[1]
+            try:
+                if callback is not None:
+                    callback(message.progress)
+            except BaseException:
+                logger.exception("the callback of job %s failed", message.progress.job_id)
+        try:
+            if isinstance(message, Ended) and self._run is not None:
+                result = self._run.result(message.outcome)
+                result.check()
+                self._settle(attempt, result, None)
+            else:
+                self._settle(attempt, None, self._end if isinstance(message, Gone) else message.error)
+        except Exception as failed:
+            self._settle(attempt, None, failed)
+        finally:
+            self._inboxes.pop(attempt, None)
 
     def _settle(self, attempt: int, result: Result | None, error: Exception | None) -> None:
         future, _ = self._open.pop(attempt, (None, None))
@@ -272,8 +293,9 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
     """
     options, source = _told(jobs, defaults)
     ranks, gpus = _ranks(options), options.get("gpus")
+    nowhere = Path(tempfile.gettempdir(), f"gfgen-{secrets.token_hex(8)}")
     asked = RunOptions(
-        output_dir=Path(options.get("output_dir") or Path(tempfile.gettempdir(), "gfgen-check")),
+        output_dir=Path(options.get("output_dir") or nowhere),
         ranks=(ranks if gpus is None else replace(ranks, ranks=len(_several(gpus)))).here(),
         policy=policy_of(options.get("policy", "auto")),
         model=_several(options.get("model", DEFAULT_MODEL))[0],
@@ -360,8 +382,8 @@ class _Run:
             gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
             policy=_pickled(policy, pickle.dumps if isinstance(policy, str) else _dumps_by_value),
             path=[os.path.abspath(path) for path in sys.path],
-            models=_several(options.get("model", DEFAULT_MODEL)),
-            jobs=jobs,
+            models=_pickled(_several(options.get("model", DEFAULT_MODEL)), partial(_plain, name="model")),
+            jobs=jobs and _pickled(jobs, _plain_source),
             log_level=names[min(3, max(0, level // 10 - 1))],
         )
         _pickled(setup, pickle.dumps)
@@ -395,8 +417,36 @@ def _dumps_by_value(policy: object) -> bytes:
     return content
 
 
-def _pickled(value: object, dumps: Callable[[object], bytes]) -> bytes:
+def _plain_source(source: JobSource) -> JobSource:
+    given = None if source.given is None else _plain(source.given, "jobs")
+    return replace(source, given=given, fallbacks=_plain(source.fallbacks))
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """Of Python's own classes alone, since no other one is in the process. Raises: InputError."""
+    match value := plain(value):
+        case None | bool():
+            return value
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__index__(value)
+        case float():
+            return float.__float__(value)
+        case list():
+            return [_plain(each, name) for each in value]
+        case tuple():
+            return tuple([_plain(each, name) for each in value])
+        case Mapping():
+            return {_plain(key, name): _plain(each, str(key)) for key, each in value.items()}
+    accepted = "give a text, a number, or a list or dictionary of these"
+    raise InputError(f"{name} = {shown(value)}: this cannot go to another process; {accepted}")
+
+
+def _pickled(value: Any, dumps: Callable[[Any], Any]) -> Any:
     try:
         return dumps(value)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"this cannot go to another process: {in_one_line(error)}") from error

@@ -1,6 +1,7 @@
 """gfgen from Python, as docs/python.md shows it."""
 
 import asyncio
+import enum
 import inspect
 import io
 import json
@@ -10,12 +11,14 @@ import pickle
 import pydoc
 import queue
 import re
+import select
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +237,67 @@ def test_asyncio_waits_for_jobs_and_cancels_them(session: gfgen.Session) -> None
     assert asyncio.run(wait()) == (64, 64)
 
 
+def test_a_callback_may_block_and_wait_for_other_jobs(session: gfgen.Session) -> None:
+    goes_on, inner = threading.Event(), list[gfgen.Result]()
+
+    def wait(_: object) -> None:
+        if not inner:
+            assert goes_on.wait(60)
+            inner.append(session.submit(prompt="inner", **SMALL, callback=lambda _: None).result(60))
+
+    outer = session.submit(prompt="outer", **SMALL, callback=wait)
+    for prompt in ("while it waits", "another one"):
+        assert session.submit(prompt=prompt, **SMALL).result(60).error is None
+    assert not outer.done()
+    goes_on.set()
+    assert outer.result(60).error is None
+    assert inner[0].job.prompt == "inner"
+
+
+class Size(int):
+    """No other process has such a class."""
+
+
+class Kind(enum.StrEnum):
+    WAVES = "waves"
+
+
+def test_values_of_classes_of_the_program_arrive_as_plain_ones(
+    session: gfgen.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {**SMALL, "steps": Size(1), "prompt": Kind.WAVES}
+    job = session.submit(**fields).result(60).job
+    assert (job.steps, job.prompt) == (1, "waves")
+    dead = DeadProcess(feed.Gone(None))
+    monkeypatch.setattr(api, "Process", dead)
+    fields |= {"args": {"x": (Size(3), np.float32(0.5), None, True)}, "image": Path("a.png")}
+    assert list(gfgen.generate(["a", fields], model=Kind.WAVES, priority=Size(2))) == []
+    jobs, models = dead.setup.jobs, dead.setup.models
+    sent = pickle.dumps((jobs, models))
+    assert not any(name in sent for name in (b"Size", b"Kind", b"numpy"))
+    assert (jobs.given[1], jobs.fallbacks) == ({**fields, "image": "a.png"}, {"priority": 2})
+    assert models == ("waves",)
+    unknown: list[Any] = [[{"prompt": "a", "args": {"x": Idle()}}], ["a", Idle()]]
+    for given in unknown:
+        with pytest.raises(errors.InputError, match="this cannot go to another process; give a text"):
+            next(gfgen.generate(given))
+
+
+def test_a_second_job_with_an_id_is_not_told_of_options_of_the_command(tmp_path: Path) -> None:
+    with gfgen.Session(**HERE, output_dir=tmp_path) as session:
+        session.submit(id="y", prompt="a", **SMALL).result(60)
+        with pytest.raises(errors.JobFileError) as raised:
+            session.submit(id="y", prompt="b", **SMALL).result(60)
+    said = "y.png: is there already: job y of a program made it; move it away, or name another output"
+    assert str(raised.value).endswith(said)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_callback_that_raises_is_logged_and_its_job_goes_on(
-    session: gfgen.Session, caplog: pytest.LogCaptureFixture
+    session: gfgen.Session, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     def fail(_: object) -> None:
-        raise ZeroDivisionError
+        raise error
 
     with caplog.at_level(logging.ERROR, "gfgen"):
         assert session.submit(prompt="a fox", **SMALL, callback=fail).result().error is None
@@ -267,7 +326,7 @@ class DeadProcess:
         self.sent: list[Any] = []
 
     def __call__(self, module: str, setup: Any, heard: Any) -> "DeadProcess":
-        self.heard = heard
+        self.heard, self.setup = heard, setup
         for message in self.says:
             heard(message)
         return self
@@ -303,6 +362,48 @@ def test_the_end_of_a_process_is_heard() -> None:
     assert str(heard.get(timeout=60).error) == "its process ended with exit code 1"
     process.send("no effect")
     process.close()
+
+
+class Unreadable:
+    """Its pickle raises where it is read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class Wired(feed.Feed):
+    def got(self, message: Any, now_s: float) -> Any:
+        raise AssertionError(message)
+
+
+def test_a_message_that_cannot_be_read_ends_the_run_of_the_process() -> None:
+    end, theirs = Pipe()
+    wired = Wired(theirs)
+    end.send(Unreadable())
+    assert select.select([wired], [], [], 60)[0]
+    with pytest.raises(errors.RunError, match="a message cannot be read: ValueError: invalid literal"):
+        wired.take_events(0.0)
+    end.close()
+
+
+@pytest.mark.parametrize("message", [Unreadable(), "a job"])
+def test_a_message_that_cannot_be_heard_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, message: object
+) -> None:
+    connect = "import sys; from multiprocessing.connection import Connection as C; c = C(int(sys.argv[1])); "
+    code = f"{connect} c.recv(); c.send_bytes({pickle.dumps(message)!r}); c.recv()"
+    monkeypatch.setattr(feed, "module_command", lambda _, fd: (sys.executable, "-c", code, fd))
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def hear(message: Any) -> None:
+        if not isinstance(message, feed.Gone):
+            raise ValueError("invalid literal")
+        heard.put(message)
+
+    process = feed.Process("module", "setup", hear)
+    assert "failed: ValueError: invalid literal" in str(heard.get(timeout=60).error)
+    process.close()
+    assert heard.empty()
 
 
 # Programs ---------------------------------------------------------------------------------------
@@ -370,6 +471,8 @@ def test_check_and_plan_give_what_the_commands_print(
     assert report.as_json()["jobs"] == 1
     found = gfgen.plan([{"prompt": "a fox", "model": "shapes"}], ranks=[1, 2], by="8h")
     assert "1 rank is enough" in str(found)
+    output = gfgen.check(["a fox"], **HERE).as_json()["output"]
+    assert output != gfgen.check(["a fox"], **HERE).as_json()["output"], "nobody else can have it"
     assert json.dumps(found.as_json())
 
 

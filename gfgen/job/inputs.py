@@ -226,11 +226,12 @@ def array_entries(values: Iterable[object]) -> Iterator[Entry]:
     for number, value in enumerate(values, start=1):
         place = ArrayEntry(number)
         if isinstance(value, Mapping):
-            value = {name: _plain(each) for name, each in value.items()}
+            value = {name: plain(each) for name, each in value.items()}
         yield place, {"prompt": value} if isinstance(value, str) else _as_object(place, value)
 
 
-def _plain(value: Any) -> object:
+def plain(value: Any) -> Any:
+    """A path as text, and a number of NumPy as one of Python."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if getattr(value, "shape", None) == () else value

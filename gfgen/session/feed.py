@@ -68,13 +68,7 @@ class Process:
 
     def close(self) -> None:
         """Stop the run, and end the process."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        _end(self._process)
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._connection.close()
@@ -97,16 +91,35 @@ def _listen(module: str, setup: object, heard: Callable[[Any], None], begun: Fut
         return
     connection = Connection(ours.detach())
     begun.set_result((process, connection))
-    with suppress(OSError):
-        connection.send(setup)
-    for message in _received(connection):
-        heard(message)
-    code = process.wait()
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    heard(Gone(WorkerError(f"its process {how}")))
+    end: GfgenError | None = None
+    try:
+        with suppress(OSError):
+            connection.send(setup)
+        for message in _received(connection):
+            heard(message)
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        end = WorkerError(f"its process {how}")
+    except Exception as raised:
+        logger.exception("a message of a session's process failed")
+        end = RunError(f"a message of its process failed: {in_one_line(raised)}")
+    finally:
+        heard(Gone(end))
+    _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _received(connection: Connection) -> Iterator[Any]:
+    """Until the other end is gone. Raises: what unpickling a message raises."""
     with suppress(EOFError, OSError):
         while True:
             yield connection.recv()
@@ -140,21 +153,28 @@ class Feed(Observer):
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
 
     def _read(self) -> None:
-        for message in _received(self._connection):
-            self._inbox.put(message)
-            os.eventfd_write(self._wake_fd, 1)
-        self._inbox.put(None)
+        end: Exception | None = None
+        try:
+            for message in _received(self._connection):
+                self._inbox.put(message)
+                os.eventfd_write(self._wake_fd, 1)
+        except Exception as error:  # `take_events` ends the run with it
+            end = error
+        self._inbox.put(end)
         os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
         return self._wake_fd
 
     def take_events(self, now_s: float) -> Sequence[events.Event]:
+        """Raises: RunError for a message that cannot be read."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         found: list[events.Event] = []
         while not self._inbox.empty():
             message = self._inbox.get()
+            if isinstance(message, Exception):
+                raise RunError(f"a message cannot be read: {in_one_line(message)}") from message
             is_end = message is None
             found += [events.StopRequested(now_s, signal.SIGTERM)] if is_end else self.got(message, now_s)
         return found

@@ -26,7 +26,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import of_each_file
-from gfgen.runtime.files.ownership import Claims, check_records, job_file_name
+from gfgen.runtime.files.ownership import PROGRAM, Claims, check_records, job_file_name
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.feed import Cancel, Feed, run
 from gfgen.session.ranks import AskedRanks
@@ -166,7 +166,7 @@ def serve(connection: Connection) -> None:
         policy=policy_of(pickle.loads(setup.policy)),
         model=setup.models[0],
         grace_s=0.0,
-        job_file=job_file_name(next(iter(inputs), None), output_dir),
+        job_file=job_file_name(inputs[0], output_dir) if inputs else PROGRAM,
     )
     with Session(options) as session:
         signals = session.signals  # caught from here on

@@ -1,8 +1,8 @@
 """Who owns a file that already has the name of a job's output, and which job file owns an output folder.
 
 gfgen replaces a file only if the folder's manifest says that gfgen made it for a job of the same job file,
-whose path counts from the folder, and only if it has not changed since. A job of standard input replaces only
-what the same job (with the same hash) made.
+whose path counts from the folder, and only if it has not changed since. A job of standard input or of a
+program replaces only what the same job (with the same hash) made.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from gfgen.system.linefile import check_appendable
 
 logger = logging.getLogger(__name__)
 
-STDIN = "-"
-_WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
+STDIN, PROGRAM = "-", "program"
+"""In the place of a job file's path: jobs of standard input, and those of `gfgen.api`."""
 
 
 def job_file_name(source: Path | None, output_dir: Path) -> str:
@@ -318,7 +318,7 @@ def _numbered(
         if isinstance(content, Content) and used is None and (is_own or (is_video and overwrite)):
             found[each.name] = content
         elif is_video:
-            taken = f"is there already: job {line.get('id')} made it; {_WHAT_TO_DO}"
+            taken = f"is there already: job {line.get('id')} made it; {_what_to_do(job)}"
             reason = used or (content if isinstance(content, str) else taken)
             return Problem(job.spec.line, None, str(each), reason)
     return found
@@ -359,15 +359,22 @@ def _replaceable(
     if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
         return content
     if not lines:
-        return f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it; {_WHAT_TO_DO}"
+        unknown = f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it"
+        return f"{unknown}; {_what_to_do(job)}"
     who = _who(lines[-1], output_dir)
     what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
-    return f"{what} {who} made it; {_WHAT_TO_DO}"
+    return f"{what} {who} made it; {_what_to_do(job)}"
+
+
+def _what_to_do(job: AdmittedJob) -> str:
+    if job.info.job_file == PROGRAM:  # which has no such option
+        return "move it away, or name another output"
+    return "move it away, name another output, or replace it with --overwrite"
 
 
 def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:
     made_for, job_file = line.get("job_file"), job.info.job_file
-    if STDIN in (made_for, job_file) and made_for is not None:
+    if made_for is not None and not {STDIN, PROGRAM}.isdisjoint((made_for, job_file)):
         return made_for == job_file and line.get("spec_hash") == job.info.spec_hash
     return made_for is None or made_for == job_file
 
@@ -380,5 +387,5 @@ def _who(line: ManifestLine, folder: Path) -> str:
     job_file = line.get("job_file")
     if job_file is None:
         return f"job {line.get('id')}"
-    shown = "an earlier standard input" if job_file == STDIN else os.path.normpath(folder / job_file)
-    return f"job {line.get('id')} of {shown}"
+    named = {STDIN: "an earlier standard input", PROGRAM: "a program"}
+    return f"job {line.get('id')} of {named.get(job_file) or os.path.normpath(folder / job_file)}"
