@@ -67,7 +67,11 @@ class Assumed:
         multiple=True,
         metavar="[MODEL=]fp8",
     )
-    attention: tuple[str, ...] = opt.option("Alike. Repeatable.", multiple=True, metavar="[MODEL=]fp8")
+    attention: tuple[str, ...] = opt.option(
+        "Attention in fp8, as for 'gfgen run', with profiles of its own. Repeatable.",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+    )
 
     @property
     def profile(self) -> Path | None:

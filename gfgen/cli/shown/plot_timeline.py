@@ -40,6 +40,8 @@ STAGES = {  # lightness relative to the job's colour, hatching
     "encode": (1.5, "...."),
     "prepare": (1.5, "xxxx"),
     "denoise": (1.0, ""),
+    "reuse": (1.25, ""),
+    "refine": (0.88, "\\\\\\\\"),
     "decode": (0.78, "////"),
     "write": (1.6, ""),
 }
