@@ -14,6 +14,7 @@ from gfc_fake import FakeCluster
 from PIL import Image
 
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.cluster.driver import WholeJobCosts
 from gfgen.errors import JobError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec, spec_hash
@@ -150,6 +151,23 @@ def test_predictions_count_the_steps_of_both_passes() -> None:
         return costs.remaining_s(kind, job.trajectory.task(index), job.info.num_tasks, ALONE)
 
     assert [left_s(index) for index in (0, 2, 5, 6, 9, 10)] == [67.0, 64.0, 52.0, 48.0, 18.0, 8.0]
+
+
+def test_steps_of_a_second_pass_take_as_long_as_their_reads_which_jobs_do_not_share() -> None:
+    job, costs = admitted(**LARGE), CostModel()
+    costs.reads_s = {"m": 1000.0}
+    alone, shared = costs.class_of(job), costs.class_of(job, batch=2)
+    whole_s, _ = alone.reads_s
+    assert whole_s >= 1000.0
+    for stage, seconds in ((Stage.DENOISE, whole_s / 2), (Stage.REFINE, whole_s)):
+        assert costs.task_s(alone, stage, ALONE) == pytest.approx(whole_s)
+        assert costs.task_s(shared, stage, ALONE) == pytest.approx(seconds)
+
+
+def test_the_work_of_a_whole_job_on_a_node_is_that_of_both_passes() -> None:
+    job = admitted(**LARGE)
+    whole = WholeJobCosts().class_of(job)
+    assert whole.flops[Stage.DENOISE] == 4 * job.flops[Stage.DENOISE] + 4 * job.flops[Stage.REFINE]
 
 
 def test_a_look_ahead_counts_the_steps_of_both_passes() -> None:
