@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from gfgen.job.spec import JobSpec, spec_hash
 from gfgen.layout import ALONE, Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.model import CONFIGS, weightless_geometry
+from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import QwenGeometry
 from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.stepping.adapter import load_any
 from gfgen.models.stepping.check import moved
+from gfgen.models.stepping.outlined import outlined_pipeline, tried
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.predict.cost import CostModel
@@ -78,6 +81,26 @@ def test_a_job_with_two_passes_makes_the_picture_of_two_jobs(checkpoint: Path, t
     by_hand = run([other], replace(again, image=str(tmp_path / "large.png")))
     assert both.shape == (1, 96, 96, 3)
     assert torch.equal(both, by_hand)
+
+
+def test_a_check_tries_both_passes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = load_geometry(checkpoint)
+    assert isinstance(geometry, PipelineGeometry)
+    adapter = load_any(checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline)
+    large = LARGE | {"upscale_steps": 20}
+    job = geometry.resolve(replace(JOB, **PIPELINES[checkpoint.name] | large))
+    sizes: list[tuple[int, ...]] = []
+    decode = adapter.decode
+
+    def decoded(spec: JobSpec, latents: Fields) -> Fields:
+        made = decode(spec, latents)
+        sizes.append(tuple(made.tensors["frames"].shape))
+        return made
+
+    monkeypatch.setattr(adapter, "decode", decoded)
+    asked = JobSpec(**json.loads(json.dumps(asdict(job))))
+    assert tried(adapter, asked, rest_s=60.0)[0] is None
+    assert sizes == [(1, 96, 96, 3)]
 
 
 @pytest.mark.parametrize("checkpoint", ["FluxPipeline"], indirect=True)

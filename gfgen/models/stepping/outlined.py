@@ -1,8 +1,8 @@
 """Calls on a pipeline without weights: which arguments it refuses, and how much of a prompt it reads.
 
 As a program it reads questions about checkpoints as JSON and writes answers (session/admission.py). It runs
-calls with the real schedulers and tokenizers: the first two steps, the last one and the decode. Networks
-compute only shapes.
+calls with the real schedulers and tokenizers: the first two steps of each pass, the last one and the
+decode. Networks compute only shapes.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def tried(
             until = time.process_time() + rest_s  # of this process, so other programs do not count
             watch = stop_checks.Watch(lambda: time.process_time() > until)
             with suppress(AbortedError), stop_checks.watching(watch):
-                for step in range(1, known(spec.steps)):
+                for step in range(1, known(spec.steps) + spec.num_refined):
                     _skip_middle(latents)
                     latents = adapter.denoise(spec, encoded, condition, latents, step=step)
                 adapter.decode(spec, latents)
@@ -210,7 +210,7 @@ def tried(
 
 
 def _skip_middle(latents: Fields) -> None:
-    """After two iterations of a call's only loop, go to the last one."""
+    """After two iterations of a call's only loop, go to the last one; so in a second pass."""
     place, last = latents.scalars.get(PLACE), latents.number(NUM_ITERATIONS) - 1
     if isinstance(place, list) and len(place) == 1 and 1 < int(place[0]) < last:
         latents.scalars |= {PLACE: [last], NUM_DONE: last}
