@@ -14,7 +14,7 @@ from gfc_fake import FakeCluster
 from PIL import Image
 
 from benchmarks.small_checkpoints import save_checkpoint
-from gfgen.cluster.driver import WholeJobCosts
+from gfgen.cluster.driver import WholeJobCosts, as_whole
 from gfgen.errors import JobError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec, spec_hash
@@ -28,10 +28,12 @@ from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.stepping.adapter import load_any
 from gfgen.models.stepping.check import moved
 from gfgen.models.stepping.outlined import outlined_pipeline, tried
+from gfgen.policies.auto import _rank_s
+from gfgen.policies.fcfs import fcfs
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.simulate.rollout import with_foresight
+from gfgen.runtime.simulate.rollout import task_at, with_foresight
 
 JOB = JobSpec(id="a", prompt="a red cat", width=64, height=64, steps=4, guidance_scale=3.0, seed=3)
 LARGE: dict[str, Any] = {"upscale": 1.5, "upscale_strength": 0.6, "upscale_steps": 5}
@@ -205,6 +207,38 @@ def test_a_look_ahead_counts_the_steps_of_both_passes() -> None:
         view = snapshot.open[job.job_id]
         left_s = ahead.costs.remaining_s(view.next_task, Layout.single(0))
         assert left_s == pytest.approx(view.remaining_s, rel=1e-6)
+    together_s = sum(snapshot.open[job.job_id].remaining_s for job in jobs)
+    assert ahead.foresee is not None
+    assert ahead.foresee(fcfs).makespan_s == pytest.approx(together_s, rel=1e-3)
+
+
+def test_looks_ahead_and_rank_times_price_each_pass_by_its_own_steps() -> None:
+    job = admitted(**LARGE)
+    control, _ = simulated_control([job], num_ranks=1, max_degree=1)
+    control.record(RankReady(0.0, 0, 1, 0.0))
+    control.record(JobArrived(0.0, job.job_id))
+    snapshot = control.state.snapshot_of_traffic()
+    (view,), one = snapshot.open.values(), Layout.single(0)
+    ahead = with_foresight(snapshot).costs
+    tasks = [job.trajectory.task(index) for index in range(job.info.num_tasks)]
+    assert [task_at(view, index) for index in range(len(tasks))] == tasks
+    first_s, second_s = (snapshot.costs.task_s(tasks[index], one) for index in (2, 6))
+    assert second_s > 2 * first_s
+    assert (ahead.task_s(tasks[2], one), ahead.task_s(tasks[6], one)) == pytest.approx((first_s, second_s))
+    for index, task in enumerate(tasks):
+        left_s = snapshot.costs.remaining_s(task, one)
+        assert ahead.remaining_s(task, one) == pytest.approx(left_s)
+        steps_s = max(0, min(4, 6 - index)) * first_s + max(0, min(4, 10 - index)) * second_s
+        assert _rank_s(snapshot, [replace(view, next_task=task)])[1] == pytest.approx(steps_s)
+
+
+def test_to_a_driver_of_nodes_a_job_with_two_passes_is_one_task() -> None:
+    job = as_whole(admitted(**LARGE))
+    control, _ = simulated_control([job], num_ranks=1, max_degree=1)
+    control.record(RankReady(0.0, 0, 1, 0.0))
+    control.record(JobArrived(0.0, job.job_id))
+    (view,) = control.state.snapshot_of_traffic().open.values()
+    assert (view.num_tasks, view.num_refined) == (1, 0)
 
 
 def replace_id(job: AdmittedJob, job_id: str) -> AdmittedJob:
