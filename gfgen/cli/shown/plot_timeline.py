@@ -45,6 +45,8 @@ STAGES = {  # lightness relative to the job's colour, hatching
     "decode": (0.78, "////"),
     "write": (1.6, ""),
 }
+SELDOM = ("reuse", "refine")
+"""Stages that the legend names only where they occur."""
 IDLE = "#ECECEC"
 LATE = "#D00000"
 LANE_HEIGHT = 0.78
@@ -290,7 +292,10 @@ def _legend(scene: PlotData) -> Iterator[Artist]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    seen = {block.stage for block in scene.tasks}
     for name, (lightness, hatch) in STAGES.items():
+        if name in SELDOM and name not in seen:
+            continue
         face, edge = shaded(GREY, lightness), shaded(GREY, 0.6)
         yield Patch(facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0, label=name)
     yield Patch(facecolor=IDLE, label="idle")
