@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -169,6 +170,7 @@ def test_the_live_view_ends_with_q_and_leaves_two_lines(tmp_path, term):
     line = {"version": 1, "id": "fox", "status": "done", "written_at": "2026-11-27T10:00:00Z"}
     (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
     ours, its = os.openpty()
+    termios.tcsetwinsize(its, (40, 250))  # a folder of tests has a long name
     command = [sys.executable, "-m", "gfgen", "top", str(tmp_path)]
     with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": term}) as top:
         os.close(its)
