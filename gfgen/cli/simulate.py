@@ -77,6 +77,7 @@ class Assumed:
     def profile(self) -> Path | None:
         """In fp8, by default the one that was measured so on this machine. Raises: InputError."""
         asked = Precision(self.precision, self.attention)
+        asked.check_words()
         if self.profile_path is not None or asked == Precision():
             return self.profile_path
         device = asked.named(prediction.gpu_name() or cpu_name())

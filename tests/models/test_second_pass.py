@@ -250,13 +250,17 @@ def replace_id(job: AdmittedJob, job_id: str) -> AdmittedJob:
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("LTXPipeline", {}, "upscale = 2: needs image to image, which LTXPipeline has not; leave it out"),
-        ("Lumina2Pipeline", {}, "upscale = 2: needs image to image, which Lumina2Pipeline has not"),
+        (
+            "LTXPipeline",
+            {},
+            "upscale = 2: needs image to image, which LTXPipeline does not have",
+        ),
+        ("Lumina2Pipeline", {}, "upscale = 2: needs image to image, which Lumina2Pipeline does not have"),
         ("StableDiffusionXLImg2ImgPipeline", {"width": None, "height": None}, "takes its size from"),
         ("StableDiffusionXLInpaintPipeline", {}, "needs image to image"),
-        ("StableDiffusionXLPipeline", {"sigmas": [1.0, 0.5]}, "its steps are others than those of sigmas"),
+        ("StableDiffusionXLPipeline", {"sigmas": [1.0, 0.5]}, "sigmas sets the steps of the first pass only"),
         ("StableDiffusionXLPipeline", {"args": {"num_images_per_prompt": 2}}, "takes one picture"),
-        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps its upscale_strength is none"),
+        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps makes no step; raise one of them"),
         ("StableDiffusionXLPipeline", {"width": 4096, "height": 6000}, "to 8192x8192 pixels are accepted"),
         ("StableDiffusionXLPipeline", {"upscale": None, "upscale_steps": 2}, "belongs to upscale"),
         (
