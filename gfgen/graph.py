@@ -89,7 +89,7 @@ class Trajectory:
     approximable: tuple[int, ...] = ()
     """Steps that a policy may have approximated, in order; `task` computes them."""
     num_refined: int = 0
-    """The last of `num_steps` are so many of a second pass."""
+    """How many of `num_steps`, the last ones, are of a second pass."""
 
     @property
     def num_tasks(self) -> int:

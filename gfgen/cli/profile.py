@@ -294,10 +294,10 @@ class _Unfinished:
 
 
 def _table(rows: Sequence[ProfileRow]) -> Iterator[str]:
-    yield f"{'model and shape':<34}{'stage':<9}{'cfg x u':<9}{'alone':>9}{'spread':>9}{'loaded':>9}  samples"
+    yield f"{'model and shape':<34}{'stage':<9}{'degrees':<9}{'alone':>9}{'spread':>9}{'loaded':>9}  samples"
     for row in rows:
         loaded = "" if row.loaded_s is None else in_words(row.loaded_s)
         yield (
-            f"{row.model + ' ' + row.shape:<34}{row.stage!s:<9}{row.degrees[0]} x {row.degrees[1]:<5}"
+            f"{row.model + ' ' + row.shape:<34}{row.stage!s:<9}{'x'.join(map(str, row.degrees)):<9}"
             f"{in_words(row.seconds):>9}{in_words(row.spread_s):>9}{loaded:>9}  {row.num_samples}"
         )

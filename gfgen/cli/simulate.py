@@ -67,12 +67,17 @@ class Assumed:
         multiple=True,
         metavar="[MODEL=]fp8",
     )
-    attention: tuple[str, ...] = opt.option("Alike. Repeatable.", multiple=True, metavar="[MODEL=]fp8")
+    attention: tuple[str, ...] = opt.option(
+        "Attention in fp8, as for 'gfgen run', with profiles of its own. Repeatable.",
+        multiple=True,
+        metavar="[MODEL=]fp8",
+    )
 
     @property
     def profile(self) -> Path | None:
         """In fp8, by default the one that was measured so on this machine. Raises: InputError."""
         asked = Precision(self.precision, self.attention)
+        asked.check_words()
         if self.profile_path is not None or asked == Precision():
             return self.profile_path
         device = asked.named(prediction.gpu_name() or cpu_name())

@@ -338,11 +338,13 @@ class WholeJobCosts(CostModel):
         """Of each class of whole jobs: the class of its tasks, and their number."""
 
     def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
-        num_steps = job.trajectory.num_steps
+        num_steps, num_refined = job.trajectory.num_steps, job.trajectory.num_refined
+        steps_flops = (num_steps - num_refined) * job.flops[Stage.DENOISE]
+        steps_flops += num_refined * job.flops[Stage.REFINE] if num_refined else 0
         whole = self.cost_class(
             job.spec.model or "",
             f"{job.shape}, {num_steps} steps",
-            flops={**job.flops, Stage.DENOISE: num_steps * job.flops[Stage.DENOISE]},
+            flops={**job.flops, Stage.DENOISE: steps_flops},
             state_bytes=job.state_bytes,
             limits=job.limits,
             batch=batch,

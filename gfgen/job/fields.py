@@ -336,8 +336,8 @@ def _object(name: str, accepted: str, parse_value: Callable[[str, Any], object])
             raise Refused("this one is empty")
         if repeated := [key for key in value if isinstance(value[key], Repeated)]:
             raise Refused(f"{plain_name(repeated[0])} is {REPEATED}")
-        if (bad := next((key for key in value if not NAME.fullmatch(key)), None)) is not None:
-            raise Refused(f"{plain_name(bad)} is not a name")
+        if (bad := next((key for key in value if not NAME.fullmatch(str(key))), None)) is not None:
+            raise Refused(f"{plain_name(str(bad))} is not a name")
         parsed = {key: parse_value(key, inner) for key, inner in value.items()}
         if (num_chars := len(json.dumps(parsed))) > MAX_OBJECT_CHARS:
             raise Refused(f"at most {MAX_OBJECT_CHARS:,} characters of JSON; this one has {num_chars:,}")

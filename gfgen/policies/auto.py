@@ -93,17 +93,22 @@ def _candidates(snapshot: Snapshot) -> dict[str, tuple[Policy, bool]]:
 
 def _rank_s(snapshot: Snapshot, jobs: Iterable[JobView]) -> Mapping[int, float]:
     """Rank time of all steps that are left, by degree. A hundred thousand jobs have a few kinds."""
-    examples: dict[tuple[str, str], JobView] = {}
-    num_left = Counter[tuple[str, str]]()
+    examples: dict[tuple[str, str, Stage], JobView] = {}
+    num_left = Counter[tuple[str, str, Stage]]()
     for job in jobs:
-        examples[job.model, job.shape] = job
-        num_left[job.model, job.shape] += max(0, job.num_tasks - 1 - max(2, job.next_task.index))
+        num_steps = max(0, job.num_tasks - 1 - max(2, job.next_task.index))
+        num_refined = min(num_steps, job.num_refined)
+        for stage, number in ((Stage.DENOISE, num_steps - num_refined), (Stage.REFINE, num_refined)):
+            if number:
+                examples[job.model, job.shape, stage] = job
+                num_left[job.model, job.shape, stage] += number
 
-    def step_s(job: JobView, degree: int) -> float:
+    def step_s(job: JobView, stage: Stage, degree: int) -> float:
         layout = job.step_layout(tuple(range(min(degree, power_of_two(job.step_degree)))))
-        return layout.degree * snapshot.costs.task_s(Task(job.job_id, 2, Stage.DENOISE, 0), layout)
+        return layout.degree * snapshot.costs.task_s(Task(job.job_id, 2, stage, 0), layout)
 
-    return {n: sum(num_left[kind] * step_s(job, n) for kind, job in examples.items()) for n in DEGREES}
+    kinds = [(number, examples[kind], kind[2]) for kind, number in num_left.items()]
+    return {n: sum(number * step_s(job, stage, n) for number, job, stage in kinds) for n in DEGREES}
 
 
 def _smoothed(ahead: Mapping[str, Outlook], last: Choice | None) -> dict[str, float]:

@@ -127,6 +127,8 @@ class JobFacts:
     warnings: Sequence[str] = ()
     """What in it does not act as written."""
     favourite: bool = False
+    num_refined: int = 0
+    """The last of its steps that are of a second pass."""
 
 
 NewJob = tuple[JobFacts, Mapping[str, Any]]

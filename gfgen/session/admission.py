@@ -384,7 +384,7 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
-_ANSWERS = 3
+_ANSWERS = 4
 """A number that rises when calls are tried otherwise."""
 
 

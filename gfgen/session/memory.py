@@ -39,7 +39,7 @@ from gfgen.models.geometry.weights import (
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
-from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES, default_plan
+from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, HOST_PLAN, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, peak_key
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
@@ -254,7 +254,12 @@ class HostMemory:
         """Main memory for copies of GPUs' weights."""
         if (available := available_bytes()) is None:
             return math.inf
-        return available - (0 if self.is_loaded else self.check_waiting(checkpoints))
+        return available - (0 if self.is_loaded else self.check_waiting(checkpoints) + self.arenas_on_host)
+
+    @property
+    def arenas_on_host(self) -> int:
+        """Main memory that exchanges of GPUs pin when ranks start."""
+        return 0
 
     def lacks(self, size: int, work: int) -> bool:
         """Whether GPUs lack room for models and copies of this size, and for this work."""
@@ -271,6 +276,12 @@ class GpuMemory(HostMemory):
     """Bytes of the components of models that were asked for."""
     work: dict[Path, int] = field(default_factory=dict)
     """The most that one of the jobs of a model may need besides weights."""
+
+    @property
+    def arenas_on_host(self) -> int:
+        from gfgen.gfc.cuda.device_arena import arena_bytes
+
+        return self.devices.num_ranks * arena_bytes(HOST_PLAN) if self.devices.over_host else 0
 
     @property
     def beside_bytes(self) -> int:

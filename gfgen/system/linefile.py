@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,12 +58,14 @@ class LineFile:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file and rename it into place, so that readers never see half of it. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with open(fd, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            os.fchmod(fd, 0o644)  # a cache may belong to several users
+        os.rename(partial, path)
+    except BaseException:
+        os.unlink(partial)
         raise
 
 

@@ -218,7 +218,7 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` begin anew, where the kernel allows it."""
+    """Let `peak_bytes` start again from the present use, where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -61,6 +61,19 @@ def test_task_on_several_ranks_is_one_rectangle_with_one_label(tmp_path: Path) -
     assert sum(height > 3 for height in heights) >= 30
 
 
+@pytest.mark.parametrize("stage", ["reuse", "refine"])
+def test_legend_names_seldom_stages_where_they_occur(tmp_path: Path, stage: str) -> None:
+    trace = traced(tmp_path, [Part(job_info("koi", steps=3))], num_ranks=1)
+
+    def legend() -> list[str]:
+        return [text.get_text() for text in draw(read_timeline(trace)).legends[0].get_texts()]
+
+    assert {"denoise", "decode"} <= set(legend())
+    assert stage not in legend()
+    trace.write_text(trace.read_text().replace("denoise", stage))
+    assert stage in legend()
+
+
 def test_prompt_with_mathematics_and_braces_is_shown_as_it_is(tmp_path: Path) -> None:
     written = texts(traced(tmp_path, [Part(job_info("a", prompt="$x_{$ {y} \\frac"))], num_ranks=1))
     assert "a  $x_{$ {y} \\frac" in written

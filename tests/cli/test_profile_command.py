@@ -103,7 +103,8 @@ def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
     assert len(measured) == 3
     assert not set(first) & set(measured)
     made = load_profile(tmp_path / "p.json")
-    assert len(made.rows) == len(["encode", "prepare", "denoise", "reuse", "decode", "2x1x1", "1x2x1"])
+    stages = ["encode", "prepare", "denoise", "reuse", "refine", "decode"]
+    assert len(made.rows) == len([*stages, "2x1x1", "1x2x1"])
     assert made.source == "gfgen profile --model tiny-wan --size 64x64x5 --ranks 2"
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 

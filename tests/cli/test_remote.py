@@ -169,8 +169,9 @@ def test_the_live_view_ends_with_q_and_leaves_two_lines(tmp_path, term):
     line = {"version": 1, "id": "fox", "status": "done", "written_at": "2026-11-27T10:00:00Z"}
     (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
     ours, its = os.openpty()
-    command = [sys.executable, "-m", "gfgen", "top", str(tmp_path)]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": term}) as top:
+    command = [sys.executable, "-m", "gfgen", "top", "."]  # a line holds 80 characters
+    streams = {"stdin": its, "stdout": its, "stderr": its}
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"TERM": term}, **streams) as top:
         os.close(its)
         shown = b""
         with suppress(OSError):  # it has ended

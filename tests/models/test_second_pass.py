@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,26 @@ from gfc_fake import FakeCluster
 from PIL import Image
 
 from benchmarks.small_checkpoints import save_checkpoint
+from gfgen.cluster.driver import WholeJobCosts, as_whole
 from gfgen.errors import JobError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec, spec_hash
 from gfgen.layout import ALONE, Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.model import CONFIGS, weightless_geometry
+from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.qwen import QwenGeometry
 from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.stepping.adapter import load_any
 from gfgen.models.stepping.check import moved
+from gfgen.models.stepping.outlined import outlined_pipeline, tried
+from gfgen.policies.auto import _rank_s
+from gfgen.policies.fcfs import fcfs
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.simulate.rollout import with_foresight
+from gfgen.runtime.simulate.rollout import task_at, with_foresight
 
 JOB = JobSpec(id="a", prompt="a red cat", width=64, height=64, steps=4, guidance_scale=3.0, seed=3)
 LARGE: dict[str, Any] = {"upscale": 1.5, "upscale_strength": 0.6, "upscale_steps": 5}
@@ -77,6 +83,26 @@ def test_a_job_with_two_passes_makes_the_picture_of_two_jobs(checkpoint: Path, t
     by_hand = run([other], replace(again, image=str(tmp_path / "large.png")))
     assert both.shape == (1, 96, 96, 3)
     assert torch.equal(both, by_hand)
+
+
+def test_a_check_tries_both_passes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = load_geometry(checkpoint)
+    assert isinstance(geometry, PipelineGeometry)
+    adapter = load_any(checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline)
+    large = LARGE | {"upscale_steps": 20}
+    job = geometry.resolve(replace(JOB, **PIPELINES[checkpoint.name] | large))
+    sizes: list[tuple[int, ...]] = []
+    decode = adapter.decode
+
+    def decoded(spec: JobSpec, latents: Fields) -> Fields:
+        made = decode(spec, latents)
+        sizes.append(tuple(made.tensors["frames"].shape))
+        return made
+
+    monkeypatch.setattr(adapter, "decode", decoded)
+    asked = JobSpec(**json.loads(json.dumps(asdict(job))))
+    assert tried(adapter, asked, rest_s=60.0)[0] is None
+    assert sizes == [(1, 96, 96, 3)]
 
 
 @pytest.mark.parametrize("checkpoint", ["FluxPipeline"], indirect=True)
@@ -152,6 +178,23 @@ def test_predictions_count_the_steps_of_both_passes() -> None:
     assert [left_s(index) for index in (0, 2, 5, 6, 9, 10)] == [67.0, 64.0, 52.0, 48.0, 18.0, 8.0]
 
 
+def test_steps_of_a_second_pass_take_as_long_as_their_reads_which_jobs_do_not_share() -> None:
+    job, costs = admitted(**LARGE), CostModel()
+    costs.reads_s = {"m": 1000.0}
+    alone, shared = costs.class_of(job), costs.class_of(job, batch=2)
+    whole_s, _ = alone.reads_s
+    assert whole_s >= 1000.0
+    for stage, seconds in ((Stage.DENOISE, whole_s / 2), (Stage.REFINE, whole_s)):
+        assert costs.task_s(alone, stage, ALONE) == pytest.approx(whole_s)
+        assert costs.task_s(shared, stage, ALONE) == pytest.approx(seconds)
+
+
+def test_the_work_of_a_whole_job_on_a_node_is_that_of_both_passes() -> None:
+    job = admitted(**LARGE)
+    whole = WholeJobCosts().class_of(job)
+    assert whole.flops[Stage.DENOISE] == 4 * job.flops[Stage.DENOISE] + 4 * job.flops[Stage.REFINE]
+
+
 def test_a_look_ahead_counts_the_steps_of_both_passes() -> None:
     jobs = [admitted(**LARGE), replace_id(admitted(), "b")]
     control, _ = simulated_control(jobs, num_ranks=1, max_degree=1)
@@ -164,6 +207,38 @@ def test_a_look_ahead_counts_the_steps_of_both_passes() -> None:
         view = snapshot.open[job.job_id]
         left_s = ahead.costs.remaining_s(view.next_task, Layout.single(0))
         assert left_s == pytest.approx(view.remaining_s, rel=1e-6)
+    together_s = sum(snapshot.open[job.job_id].remaining_s for job in jobs)
+    assert ahead.foresee is not None
+    assert ahead.foresee(fcfs).makespan_s == pytest.approx(together_s, rel=1e-3)
+
+
+def test_looks_ahead_and_rank_times_price_each_pass_by_its_own_steps() -> None:
+    job = admitted(**LARGE)
+    control, _ = simulated_control([job], num_ranks=1, max_degree=1)
+    control.record(RankReady(0.0, 0, 1, 0.0))
+    control.record(JobArrived(0.0, job.job_id))
+    snapshot = control.state.snapshot_of_traffic()
+    (view,), one = snapshot.open.values(), Layout.single(0)
+    ahead = with_foresight(snapshot).costs
+    tasks = [job.trajectory.task(index) for index in range(job.info.num_tasks)]
+    assert [task_at(view, index) for index in range(len(tasks))] == tasks
+    first_s, second_s = (snapshot.costs.task_s(tasks[index], one) for index in (2, 6))
+    assert second_s > 2 * first_s
+    assert (ahead.task_s(tasks[2], one), ahead.task_s(tasks[6], one)) == pytest.approx((first_s, second_s))
+    for index, task in enumerate(tasks):
+        left_s = snapshot.costs.remaining_s(task, one)
+        assert ahead.remaining_s(task, one) == pytest.approx(left_s)
+        steps_s = max(0, min(4, 6 - index)) * first_s + max(0, min(4, 10 - index)) * second_s
+        assert _rank_s(snapshot, [replace(view, next_task=task)])[1] == pytest.approx(steps_s)
+
+
+def test_to_a_driver_of_nodes_a_job_with_two_passes_is_one_task() -> None:
+    job = as_whole(admitted(**LARGE))
+    control, _ = simulated_control([job], num_ranks=1, max_degree=1)
+    control.record(RankReady(0.0, 0, 1, 0.0))
+    control.record(JobArrived(0.0, job.job_id))
+    (view,) = control.state.snapshot_of_traffic().open.values()
+    assert (view.num_tasks, view.num_refined) == (1, 0)
 
 
 def replace_id(job: AdmittedJob, job_id: str) -> AdmittedJob:
@@ -175,13 +250,17 @@ def replace_id(job: AdmittedJob, job_id: str) -> AdmittedJob:
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("LTXPipeline", {}, "upscale = 2: needs image to image, which LTXPipeline has not; leave it out"),
-        ("Lumina2Pipeline", {}, "upscale = 2: needs image to image, which Lumina2Pipeline has not"),
+        (
+            "LTXPipeline",
+            {},
+            "upscale = 2: needs image to image, which LTXPipeline does not have",
+        ),
+        ("Lumina2Pipeline", {}, "upscale = 2: needs image to image, which Lumina2Pipeline does not have"),
         ("StableDiffusionXLImg2ImgPipeline", {"width": None, "height": None}, "takes its size from"),
         ("StableDiffusionXLInpaintPipeline", {}, "needs image to image"),
-        ("StableDiffusionXLPipeline", {"sigmas": [1.0, 0.5]}, "its steps are others than those of sigmas"),
+        ("StableDiffusionXLPipeline", {"sigmas": [1.0, 0.5]}, "sigmas sets the steps of the first pass only"),
         ("StableDiffusionXLPipeline", {"args": {"num_images_per_prompt": 2}}, "takes one picture"),
-        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps its upscale_strength is none"),
+        ("StableDiffusionXLPipeline", {"upscale_steps": 2}, "of 2 steps makes no step; raise one of them"),
         ("StableDiffusionXLPipeline", {"width": 4096, "height": 6000}, "to 8192x8192 pixels are accepted"),
         ("StableDiffusionXLPipeline", {"upscale": None, "upscale_steps": 2}, "belongs to upscale"),
         (

@@ -121,28 +121,30 @@ TAKING = (
     "import errno, fcntl, os, sys\nfrom pathlib import Path\nfrom gfgen.errors import LockedError\n"
     "from gfgen.runtime.files.lock import hold_folder\n"
     "def refuse(*_): raise OSError(int(sys.argv[2]), 'no locks')\n"
-    "fcntl.flock = refuse\n"
+    "for name in sys.argv[3:]: setattr(fcntl, name, refuse)\n"
     "try:\n    with hold_folder(Path(sys.argv[1])): print('held')\n"
     "except LockedError as error: print(error)"
 )
 """Another process that finds the same file system."""
 
 
-def refuse_locks(monkeypatch, number):
+def refuse_locks(monkeypatch, number, *names):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    for name in names:
+        monkeypatch.setattr(fcntl, name, refuse)
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_without_locks_of_files_the_note_keeps_runs_of_this_machine_out_with_a_warning(
-    monkeypatch, caplog, tmp_path, number
+@pytest.mark.parametrize("names", [("flock",), ("flock", "lockf")], ids=["lockf", "name"])
+def test_without_locks_of_files_others_replace_them_with_a_warning(
+    monkeypatch, caplog, tmp_path, names, number
 ):
-    refuse_locks(monkeypatch, number)
+    refuse_locks(monkeypatch, number, *names)
 
     def take():
-        command = [sys.executable, "-c", TAKING, tmp_path, str(number)]
+        command = [sys.executable, "-c", TAKING, tmp_path, str(number), *names]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     with hold_folder(tmp_path):
@@ -152,13 +154,23 @@ def test_without_locks_of_files_the_note_keeps_runs_of_this_machine_out_with_a_w
     assert len(caplog.records) == 1
     assert take() == "held\n"
     assert holder_of(tmp_path) is None
-    (tmp_path / LOCK_NAME).write_text('{"pid": 4194304, "since": "yesterday"}')
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_a_name_is_held_until_the_last_process_of_the_run_has_ended(monkeypatch, tmp_path):
+    refuse_locks(monkeypatch, errno.ENOSYS, "flock", "lockf")
+    with hold_folder(tmp_path) as held:
+        child = os.dup(held)
+    with pytest.raises(LockedError):
+        hold_folder(tmp_path).__enter__()
+    os.close(child)
     with hold_folder(tmp_path):
         pass
 
 
 def test_a_lock_that_fails_otherwise_is_one_line(monkeypatch, tmp_path):
-    refuse_locks(monkeypatch, errno.EIO)
+    refuse_locks(monkeypatch, errno.EIO, "flock")
     with pytest.raises(OutputError, match="cannot lock"):
         hold_folder(tmp_path).__enter__()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,7 +13,17 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server import store as store_module
-from gfgen.server.store import Ending, JobFacts, KeyTakenError, RequestKey, Store, used_rank_s
+from gfgen.server.shown.served_job import ServedJob
+from gfgen.server.store import (
+    Ending,
+    JobFacts,
+    KeyTakenError,
+    RequestKey,
+    Store,
+    _facts,
+    _values,
+    used_rank_s,
+)
 
 
 @pytest.fixture
@@ -38,6 +49,15 @@ def accepted(job_id, *, batch_id=None, created_at=100.0):
         batch_id=batch_id,
     )
     return facts, {"id": job_id, "prompt": "a fox"}
+
+
+def test_facts_of_older_stores_are_read_and_those_of_a_second_pass_kept():
+    facts, _ = accepted("a")
+    older = {name: value for name, value in _values(facts).items() if name != "num_refined"}
+    assert _facts(json.dumps(older)) == facts
+    again = _facts(json.dumps(_values(replace(facts, num_refined=2))))
+    stages = [str(ServedJob(again).task(index).stage) for index in range(2, again.num_tasks)]
+    assert stages == ["denoise", "denoise", "refine", "refine", "decode"]
 
 
 def run(*works):

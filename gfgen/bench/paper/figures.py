@@ -325,7 +325,11 @@ def _nights(grid: Grid, cells: Results) -> Iterator[Table]:
         rows = []
         for like in (cell for cell in todo if cell.seed == 1):
             taken_s = cells.values(like, lambda found: found.makespan_s)
-            over = [taken / bound - 1 for taken, bound in zip(taken_s, bounds_s.values(), strict=False)]
+            over = [
+                found.score.makespan_s / bounds_s[cell.seed] - 1
+                for cell, found in cells.cells.items()
+                if found.score is not None and replace(cell, seed=1) == like
+            ]
             due = cells.values(like, _bare)
             name = names.get(like.policy, like.policy)
             rows.append([name, words(taken_s), words(over, "{:+.1f}", 100), words(due, "{:.0f}", 100)])

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.bench.paper.figures import Figure, Table
-from gfgen.errors import OutputError
+from gfgen.errors import InputError, OutputError
+from gfgen.system.linefile import write_whole
 
 _STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
@@ -43,11 +44,24 @@ def write_page(folder: Path, head: str, sections: Sequence[Section]) -> list[str
         **{f"figure-{name}.png": picture for name, picture in drawn.items()},
     }
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_own(folder)
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            write_whole(folder / name, content)
     except OSError as error:
         raise OutputError(f"cannot write {error.filename}: {error.strerror}") from None
     return list(files)
+
+
+def _check_own(folder: Path) -> None:
+    """Raises InputError for files of these names that no evaluation has written."""
+    path = folder / "paper.json"
+    names = [name for name in ("paper.json", "paper.md", "paper.html") if (folder / name).exists()]
+    try:
+        if names and "conditions" not in json.loads(path.read_text()):
+            raise ValueError
+    except (OSError, ValueError):
+        raise InputError(f"{folder / names[0]}: another program's file; choose another --output") from None
 
 
 def _markdown(head: str, sections: Sequence[Section]) -> Iterator[str]:

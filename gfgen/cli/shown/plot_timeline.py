@@ -40,9 +40,13 @@ STAGES = {  # lightness relative to the job's colour, hatching
     "encode": (1.5, "...."),
     "prepare": (1.5, "xxxx"),
     "denoise": (1.0, ""),
+    "reuse": (1.25, ""),
+    "refine": (0.88, "\\\\\\\\"),
     "decode": (0.78, "////"),
     "write": (1.6, ""),
 }
+SELDOM = ("reuse", "refine")
+"""Stages that the legend names only where they occur."""
 IDLE = "#ECECEC"
 LATE = "#D00000"
 LANE_HEIGHT = 0.78
@@ -288,7 +292,10 @@ def _legend(scene: PlotData) -> Iterator[Artist]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    seen = {block.stage for block in scene.tasks}
     for name, (lightness, hatch) in STAGES.items():
+        if name in SELDOM and name not in seen:
+            continue
         face, edge = shaded(GREY, lightness), shaded(GREY, 0.6)
         yield Patch(facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0, label=name)
     yield Patch(facecolor=IDLE, label="idle")

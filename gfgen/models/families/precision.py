@@ -77,9 +77,15 @@ class Precision:
         left = []
         for option, texts in self.by_option.items():
             for text in texts:
-                _check_word(option, text, capability=capability, device=device)
+                _check_device(option, text, capability=capability, device=device)
             left.append(texts if any(text.endswith(FP8) for text in texts) else ())
         return Precision(*left)
+
+    def check_words(self) -> None:
+        """Raises: InputError for another word."""
+        for option, texts in self.by_option.items():
+            for text in texts:
+                _check_word(option, text)
 
     def check_model(self, geometry: Geometry, checkpoint: Path) -> None:
         """Raises: ModelError for a model that cannot have the precision that it is asked for."""
@@ -106,8 +112,7 @@ def is_named(device: str, name: str) -> bool:
     return device == name or (device.startswith(f"{name} ") and device.endswith(FP8))
 
 
-def _check_word(option: str, text: str, *, capability: tuple[int, int] | None, device: str) -> None:
-    first, such_as = _FIRST_GPUS[option]
+def _check_word(option: str, text: str) -> str:
     model, _, word = text.rpartition("=")
     if word not in (AUTO, FP8) or (not model and "=" in text):
         raise InputError(f"--{option} {text}: fp8, auto, or MODEL=fp8 is accepted")
@@ -116,6 +121,11 @@ def _check_word(option: str, text: str, *, capability: tuple[int, int] | None, d
             check_name(model)
         except ModelError as error:
             raise InputError(f"--{option} {text}: {error}") from None
+    return word
+
+
+def _check_device(option: str, text: str, *, capability: tuple[int, int] | None, device: str) -> None:
+    (first, such_as), word = _FIRST_GPUS[option], _check_word(option, text)
     if word == FP8 and (capability is None or capability < first):
         what = "attend in fp8" if option == "attention" else "compute in fp8"
         raise InputError(

@@ -368,7 +368,7 @@ class Graphs:
             return call
         parallel, sequence = sharing.parallel, sharing.ranks
         shards = [shard_sizes(length, sequence.size) for length in self._known[call].stream_lengths.values()]
-        first = parallel.ring.slot * parallel.ulysses.size
+        first = sequence.slot - parallel.ulysses.slot
         together = [sum(lengths) for lengths in zip(*shards, strict=True)]
         group = tuple(together[first : first + parallel.ulysses.size])
         heads = shard_sizes(transformer.config.num_attention_heads, parallel.ulysses.size)

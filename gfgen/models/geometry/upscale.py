@@ -76,15 +76,15 @@ def second_pass_problems(spec: JobSpec, first: CallSignature, *, is_picture: boo
         return
     call, reason = call_of_second_pass(first), None
     if not is_picture or call is None:
-        reason = f"needs image to image, which {first.pipeline_class} has not; leave it out"
+        reason = f"needs image to image, which {first.pipeline_class} does not have; leave it out"
     elif spec.enlarged is None:
         reason = f"{first.pipeline_class} takes its size from its picture; give a larger one instead"
     elif num_pictures(spec.args) > 1:
         reason = "the second pass takes one picture; leave out args.num_images_per_prompt"
     elif spec.sigmas is not None:
-        reason = "its steps are others than those of sigmas; leave one out"
+        reason = "sigmas sets the steps of the first pass only; leave out sigmas or upscale"
     elif spec.num_refined == 1:
-        reason = f"of {spec.upscale_steps} steps its upscale_strength is none; raise one"
+        reason = f"upscale_strength {spec.upscale_strength:g} of {spec.upscale_steps} steps makes no step; raise one of them"
     if reason is not None or call is None:
         yield Problem.of("upscale", f"{spec.upscale:g}", reason or "")
         return

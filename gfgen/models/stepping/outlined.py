@@ -1,8 +1,8 @@
 """Calls on a pipeline without weights: which arguments it refuses, and how much of a prompt it reads.
 
 As a program it reads questions about checkpoints as JSON and writes answers (session/admission.py). It runs
-calls with the real schedulers and tokenizers: the first two steps, the last one and the decode. Networks
-compute only shapes.
+calls with the real schedulers and tokenizers: the first two steps of each pass, the last one and the
+decode. Networks compute only shapes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPECIAL = 2
 _COMPUTING = ("forward", "encode", "decode")
 _STAGES, _SETTINGS = ("encode", "prepare", "denoise", "decode"), (bool, int, float, str)
 _OTHER_PROMPTS = 3
-_MOST_VALUES = 2**24
+_MOST_VALUES, _FEW = 2**24, 256
 """Of frames that become pictures, and of tensors of integers that have values: both take long."""
 REST_S, ALL_RESTS_S = 3.0, 60.0
 """Time for what follows the first step of a call, and of all calls: a decode may have a thousand tiles."""
@@ -97,7 +97,7 @@ def _zeros_of(shapes: nn.Module, name: str, *, seen: nn.Module) -> Callable[...,
     def outlined(*args: Any, **options: Any) -> Any:
         settings = {name: value for name, value in vars(seen).items() if isinstance(value, _SETTINGS)}
         vars(shapes).update(settings)  # such as a VAE's tiles
-        key = repr((settings, tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype), (args, options))))
+        key = repr((settings, tree_map_only(torch.Tensor, _described, (args, options))))
         if key not in found:
             found[key] = compute(args, options)
         return copy.deepcopy(found[key])
@@ -125,6 +125,12 @@ def _zeros_of(shapes: nn.Module, name: str, *, seen: nn.Module) -> Callable[...,
         return made if made.numel() > most else torch.zeros_like(made, device="cpu")
 
     return outlined
+
+
+def _described(x: torch.Tensor) -> object:
+    """What a result's shape may depend on: grids and masks have few, whole numbers."""
+    has_values = x.device.type == "cpu" and not x.is_floating_point() and x.numel() <= _FEW
+    return x.shape, x.dtype, x.tolist() if has_values else None
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -199,7 +205,7 @@ def tried(
             until = time.process_time() + rest_s  # of this process, so other programs do not count
             watch = stop_checks.Watch(lambda: time.process_time() > until)
             with suppress(AbortedError), stop_checks.watching(watch):
-                for step in range(1, known(spec.steps)):
+                for step in range(1, known(spec.steps) + spec.num_refined):
                     _skip_middle(latents)
                     latents = adapter.denoise(spec, encoded, condition, latents, step=step)
                 adapter.decode(spec, latents)
@@ -210,7 +216,7 @@ def tried(
 
 
 def _skip_middle(latents: Fields) -> None:
-    """After two iterations of a call's only loop, go to the last one."""
+    """After two iterations of a call's only loop, go to the last one; so in a second pass."""
     place, last = latents.scalars.get(PLACE), latents.number(NUM_ITERATIONS) - 1
     if isinstance(place, list) and len(place) == 1 and 1 < int(place[0]) < last:
         latents.scalars |= {PLACE: [last], NUM_DONE: last}

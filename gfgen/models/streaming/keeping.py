@@ -76,10 +76,13 @@ class _Pages:
 
         torch.cuda.empty_cache()  # of what was there before
         device = self._device.index or 0
-        handle, self.num_bytes, fd = driver().shareable(device, self.size)
+        handle, num_bytes, fd = driver().shareable(device, self.size)
         os.close(fd)
-        self.address = driver().map(handle, self.size, device, at=self.address)
-        driver().call("cuMemRelease", handle)  # the mapping keeps the memory
+        try:
+            self.address = driver().map(handle, self.size, device, at=self.address)
+        finally:
+            driver().call("cuMemRelease", handle)  # a mapping keeps the memory
+        self.num_bytes = num_bytes
         limit_torch(self._device, less=self.size)
         return as_tensor(self.address, self.size, device)
 

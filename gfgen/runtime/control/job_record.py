@@ -189,7 +189,7 @@ class JobRecord:
             saving_s=saving_s,
             may_approximate=num_approximable > 0 and trajectory.variant(task) is not None,
             write_s=cost_class.write_s,
-            num_refined=trajectory.num_refined,
+            num_refined=min(trajectory.num_refined, self.num_tasks - 1),  # a whole job is one task
         )
         return self._view
 

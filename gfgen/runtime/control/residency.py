@@ -159,6 +159,8 @@ class Residency(Observer):
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
         self._lacked: set[Path] = set()
+        self._returning: set[Path] = set()
+        """Of which ranks should have a copy."""
 
     @property
     def is_needed(self) -> bool:
@@ -215,6 +217,7 @@ class Residency(Observer):
         match event:
             case ModelsChanged():
                 self._lacked = self._checkpoints_of(event.models) - self._checkpoints_of(self.resident)
+                self._returning = self._lacked & self._copied
                 self.resident = frozenset(event.models)
                 self._changed_s = event.time_s
             case LoadFailed():
@@ -224,7 +227,11 @@ class Residency(Observer):
                 copied = self._checkpoints_of(self._needs.keys() & set(event.copied))
                 if self._lacked in (copied, self._lacked - copied):
                     self._observe(self._lacked, event.load_s, are_copied=bool(copied))
-                self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)
+                # A rank that has no room refuses a copy, so the model comes from the disk from now on.
+                refused = self._returning - copied
+                self.kept = {path: size for path, size in self.kept.items() if path not in refused}
+                self._copied |= self._checkpoints_of(self.resident)
+                self._copied &= self.kept.keys()
             case RankReady():
                 self._observe(self._checkpoints_of(self.resident), event.startup_s)
                 self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)

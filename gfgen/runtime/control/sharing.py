@@ -27,7 +27,8 @@ long as a read from host memory takes. More would keep more activations, and let
 MAX_COMPUTED = 1.1
 """A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
 SHARED = (Stage.ENCODE, Stage.DENOISE)
-"""Text encoders are streamed before transformers, and compute for milliseconds."""
+"""Text encoders are streamed before transformers, and compute for milliseconds. Steps of a second pass are
+alone: the first of them decodes and encodes, too, and all keep activations of a larger picture."""
 
 
 class Sharing:

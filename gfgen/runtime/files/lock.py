@@ -1,8 +1,8 @@
 """The lock of an output folder: one run at a time writes there.
 
 The run and its processes keep the lock's descriptor open; the kernel releases it when the last of them ends.
-Where there are no such locks (Lustre, some NFS), the note in the file keeps out other runs of this machine
-while the process that it names lives.
+Where there are no such locks (Lustre, some NFS), a lock of the run's process alone replaces it, or a name in
+this machine's kernel, which does not keep out runs of other machines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,15 +41,16 @@ class Holder:
 def hold_folder(folder: Path) -> Iterator[int]:
     """Keep other runs out while any process holds the descriptor that this yields. Raises: LockedError."""
     path = folder / LOCK_NAME
-    fd = _lock(path)
+    fd, held = _lock(path)
     try:
         _write_note(fd)
-        yield fd
+        yield held
     finally:
         # Before the lock is released: a run that has opened this file sees that it is gone.
         with suppress(OSError):
             path.unlink()
-        os.close(fd)
+        for each in {fd, held}:
+            os.close(each)
 
 
 def holder_of(folder: Path) -> Holder | None:
@@ -70,8 +72,8 @@ def holder_of(folder: Path) -> Holder | None:
     return None
 
 
-def _lock(path: Path) -> int:
-    """The locked descriptor of the file that has this name now."""
+def _lock(path: Path) -> tuple[int, int]:
+    """Descriptors of the file that has this name now, and of what holds the lock; mostly the same."""
     deadline_s = time.monotonic() + ORPHANS_S
     while True:
         try:
@@ -82,7 +84,7 @@ def _lock(path: Path) -> int:
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from None
         try:
-            _take(fd, path.parent)
+            held = _take(fd, path.parent)
         except BlockingIOError:
             holder = _read_note(fd)
             os.close(fd)
@@ -94,20 +96,32 @@ def _lock(path: Path) -> int:
             os.close(fd)
             raise OutputError(f"cannot lock {path}: {error.strerror}; choose another --output") from None
         if _is_under(path, fd):
+            return fd, held
+        for each in {fd, held}:
+            os.close(each)  # its last holder has removed it since we opened it
+
+
+def _take(fd: int, folder: Path) -> int:
+    """The descriptor that holds the lock. Raises: BlockingIOError when another has it; OSError."""
+    for lock in (fcntl.flock, fcntl.lockf):
+        try:
+            lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is fcntl.lockf:
+                logger.warning("%s: this file system has only locks of single processes", folder)
             return fd
-        os.close(fd)  # its last holder has removed it since we opened it
-
-
-def _take(fd: int, folder: Path) -> None:
-    """Raises: BlockingIOError when another run has the lock; OSError."""
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise BlockingIOError from None
+            if error.errno not in _NO_LOCKS:
+                raise
+    found, name = os.stat(folder), socket.socket(socket.AF_UNIX)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        if (holder := _read_note(fd)) is not None and not _was_killed(holder):
-            raise BlockingIOError from None
-        logger.warning("%s: this file system has no locks; start no run there on another machine", folder)
+        name.bind(f"\0gfgen-{found.st_dev}-{found.st_ino}")
+    except OSError:
+        name.close()
+        raise BlockingIOError from None
+    logger.warning("%s: this file system has no locks; start no run there on another machine", folder)
+    return name.detach()
 
 
 def _locked(path: Path, holder: Holder | None) -> LockedError:

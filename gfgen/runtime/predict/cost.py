@@ -155,9 +155,9 @@ class CostClass:
         return self.shared.writes[self.shape]
 
     def least_s(self, stage: Stage, degrees: Degrees) -> float:
-        """What a task takes because of its reads; jobs that share a step share them."""
-        read_s = self.reads_s[degrees[0] - 1] if stage is Stage.DENOISE else 0.0
-        return read_s / self.batch if degrees == ALONE else read_s
+        """What a task takes because of its reads; jobs that share a step share them (control/sharing.py)."""
+        read_s = self.reads_s[degrees[0] - 1] if stage in (Stage.DENOISE, Stage.REFINE) else 0.0
+        return read_s / self.batch if stage is Stage.DENOISE and degrees == ALONE else read_s
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -310,6 +310,8 @@ class _Rollout:
         num_tasks = 1
         if decision.task.stage in STEPS and (job.may_approximate or not job.num_approximable):
             num_left = job.num_tasks - 1 - decision.task.index
+            if decision.task.stage is not Stage.REFINE:
+                num_left -= job.num_refined  # those are a segment of their own
             if job.may_approximate and decision.task.stage is Stage.APPROXIMATE:
                 task_s -= self._given_up_s(decision, job) / num_left
             segments = self._segments.values()  # the ranks of other tasks than steps may join a step
@@ -372,13 +374,15 @@ class _Rollout:
 
 
 def _with_options(job: JobView, index: int) -> JobView:
-    """The job at a later task; the steps that it may give up count as spread evenly over its steps."""
+    """The job at a later task; the steps that it may give up count as spread evenly over its first pass."""
     if not job.num_approximable:
         return job
-    before, left = (max(1, job.num_tasks - 1 - max(2, each)) for each in (job.next_task.index, index))
+    end = job.num_tasks - 1 - job.num_refined
+    before, left = (max(1, end - max(2, each)) for each in (job.next_task.index, index))
     num_approximable = min(job.num_approximable, round(job.num_approximable * left / before))
+    num_approximable = num_approximable if index < end else 0
     saving_s = job.saving_s * num_approximable / job.num_approximable
-    may_approximate = num_approximable > 0 and 2 <= index < job.num_tasks - 1
+    may_approximate = num_approximable > 0 and index >= 2
     return replace(job, num_approximable=num_approximable, saving_s=saving_s, may_approximate=may_approximate)
 
 
@@ -386,13 +390,17 @@ def _with_options(job: JobView, index: int) -> JobView:
 class KindCosts:
     stages_s: dict[Stage, float]
     steps_s: dict[Degrees, float]
-    """A step, by degrees; the mean of all steps if some are approximate, or of a second pass."""
+    """A step of the first pass, by degrees; the mean of all of them if some are approximate."""
+    refined_s: dict[Degrees, float]
+    """A step of the second pass, by degrees."""
     decodes_s: dict[int, float]
     """A decode, by the number of ranks that it may use."""
     approximate_s: float = 0.0
     """A step that a policy has approximated."""
     spread: float = 0.0
     """How far the time of a step may be off, as a share of it."""
+    num_refined: int = 0
+    """Steps of the second pass."""
 
 
 class RolloutCosts:
@@ -418,8 +426,10 @@ class RolloutCosts:
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kinds[task.job_id]]
         match task.stage:
+            case Stage.REFINE:
+                return self._step_s(costs.refined_s, layout.degrees)
             case stage if stage in STEPS:
-                return self._step_s(costs, layout.degrees)
+                return self._step_s(costs.steps_s, layout.degrees)
             case Stage.DECODE:
                 return self._decode_s(costs, layout.degree)
             case stage:
@@ -431,9 +441,11 @@ class RolloutCosts:
         num_steps = min(num_tasks - task.index - 1, num_tasks - 3)
         total_s = self._decode_s(costs, layout.degree)
         if num_steps > 0:
-            num_given_up = min(num_given_up, num_steps)
-            total_s += (num_steps - num_given_up) * self._step_s(costs, layout.degrees)
+            num_refined = min(num_steps, costs.num_refined)
+            num_given_up = min(num_given_up, num_steps - num_refined)
+            total_s += (num_steps - num_refined - num_given_up) * self._step_s(costs.steps_s, layout.degrees)
             total_s += num_given_up * costs.approximate_s
+            total_s += num_refined * self._step_s(costs.refined_s, layout.degrees) if num_refined else 0.0
         for stage in (Stage.ENCODE, Stage.PREPARE)[task.index :]:
             total_s += costs.stages_s[stage]
         return total_s
@@ -447,13 +459,13 @@ class RolloutCosts:
         return 0.0
 
     @staticmethod
-    def _step_s(costs: KindCosts, degrees: Degrees) -> float:
+    def _step_s(steps_s: dict[Degrees, float], degrees: Degrees) -> float:
         """Unknown degrees cost the same as the next lower ones."""
-        found = costs.steps_s.get(degrees)
+        found = steps_s.get(degrees)
         if found is None:
             degree = math.prod(degrees)
-            found = min(s for other, s in costs.steps_s.items() if math.prod(other) <= degree)
-            costs.steps_s[degrees] = found
+            found = min(s for other, s in steps_s.items() if math.prod(other) <= degree)
+            steps_s[degrees] = found
         return found
 
     @staticmethod
@@ -472,9 +484,11 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
     else does, and each beside whatever the machine did then: such measurements cannot be compared.
     """
 
+    num_steps = max(1, job.num_tasks - 3 - job.num_refined)
+
     def task_s(index: int, layout: Layout) -> float:
-        """With the price of a first step spread over all steps."""
-        task, num_tasks = task_at(job, index), max(1, job.num_tasks - 3) if index == 2 else 1
+        """With the price of a first step spread over all steps of the first pass."""
+        task, num_tasks = task_at(job, index), num_steps if index == 2 else 1
         first_use_s = snapshot.costs.first_use_s(task, layout)
         return snapshot.costs.task_s(task, layout) + first_use_s / num_tasks
 
@@ -482,27 +496,29 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
         numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
         return [tuple(range(number)) for number in numbers]
 
-    def step_s(layout: Layout) -> float:
+    def step_s(layout: Layout, index: int = 2) -> float:
         most = speed_up(layout.degree) if snapshot.shares_cores else layout.degree
-        full_s = max(task_s(2, layout), task_s(2, _ONE_RANK) / most)
-        refined_s = snapshot.costs.task_s(refined, layout) if job.num_refined else full_s
-        return full_s + share * (approximate_s - full_s) + refined_share * (refined_s - full_s)
+        return max(task_s(index, layout), task_s(index, _ONE_RANK) / most)
+
+    def mean_s(layout: Layout) -> float:
+        full_s = step_s(layout)
+        return full_s + share * (approximate_s - full_s)
 
     steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
-    refined, num_steps = replace(task_at(job, 2), stage=Stage.REFINE), max(1, job.num_tasks - 3)
-    refined_share = job.num_refined / num_steps
     share, approximate_s = job.num_approximate / num_steps, 0.0
     if job.num_approximate or job.num_approximable:
         approximate_s = snapshot.costs.task_s(task_at(job, 2).as_approximate, _ONE_RANK)
     return KindCosts(
         {stage: task_s(index, _ONE_RANK) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
-        {layout.degrees: step_s(layout) for layout in steps},
+        {layout.degrees: mean_s(layout) for layout in steps},
+        {layout.degrees: step_s(layout, job.num_tasks - 2) for layout in steps if job.num_refined},
         {
             len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
             for ranks in rank_sets(job.max_decode_degree)
         },
         approximate_s,
         max(snapshot.costs.spread(task_at(job, 2), layout) for layout in steps),
+        job.num_refined,
     )
 
 
@@ -513,4 +529,5 @@ def task_at(job: JobView, index: int) -> Task:
         return Task(job.job_id, 1, Stage.PREPARE)
     if index == job.num_tasks - 1:
         return Task(job.job_id, index, Stage.DECODE)
-    return Task(job.job_id, index, Stage.DENOISE, index - 2)
+    is_refined = index >= job.num_tasks - 1 - job.num_refined
+    return Task(job.job_id, index, Stage.REFINE if is_refined else Stage.DENOISE, index - 2)

@@ -127,15 +127,14 @@ class JobFolder:
         _unlink(self._thumbnail(facts.id))
 
     def prepare(self, store: Store) -> None:
-        """Create the folders, and remove what a killed server left of cancelled, failed and unknown jobs.
+        """Create the folders, and remove what a killed server left of ended jobs, and unknown previews.
 
-        A damaged store may be repaired and put back later. So results are removed only if this store knows
-        that their jobs have none.
+        A damaged store may be repaired and put back later. So results and input pictures are removed only if
+        this store knows that their jobs need none.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
-        open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self.inputs, lambda ids: ids - open_ids)
+        _clear(self.inputs, lambda ids: store.known(ids, "completed", "cancelled", "failed"))
         thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
         _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
         _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)

@@ -478,6 +478,7 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
         arrives_at=arrives_at,
         file=job.info.file,
         num_tasks=job.info.num_tasks,
+        num_refined=job.trajectory.num_refined,
         frames=run.frames if is_video else None,
         fps=run.fps if is_video else None,
         priority=run.priority,

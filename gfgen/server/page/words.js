@@ -98,7 +98,7 @@ export function ranksOf(layout) {
 
 /** How the ranks share a step: "cfg 2 x ulysses 2". */
 export function sharing(layout) {
-  const degrees = ["cfg", "ulysses", "ring"].filter((name) => layout[name] > 1);
+  const degrees = ["cfg", "ulysses", "torus", "ring"].filter((name) => layout[name] > 1);
   return degrees.map((name) => `${name} ${layout[name]}`).join(" \u00d7 ");
 }
 

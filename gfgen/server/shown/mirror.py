@@ -212,6 +212,7 @@ class RunMirror:
             last_layout=layout,
             owner=facts.owner,
             write_s=write_s,
+            num_refined=facts.num_refined,
         )
         self._is_forecast_due = True
 

@@ -109,7 +109,7 @@ class ServedJob:
         return f"/v1/jobs/{self.facts.id}/content" if self.status == "completed" else None
 
     def task(self, index: int) -> Task:
-        return Trajectory(self.facts.id, self.facts.steps).task(index)
+        return Trajectory(self.facts.id, self.facts.steps, num_refined=self.facts.num_refined).task(index)
 
     def shown(self) -> Job:
         """The job in the live state: with a short prompt, and the same object until the next change."""
