@@ -186,6 +186,7 @@ class Session:
         """Why it takes no more jobs."""
         self._attempts = itertools.count(1)
         self._open: dict[int, tuple[Future[Result], Callable[[hosted.Progress], object] | None]] = {}
+        self._is_closed = False
         self._inboxes: dict[int, queue.SimpleQueue[Any]] = {}
         """Of the threads of jobs."""
 
@@ -207,6 +208,7 @@ class Session:
         finally:
             for future, _ in list(self._open.values()):
                 future.cancel()
+            self._is_closed = True
             self._run.close()
 
     def submit(
@@ -216,7 +218,7 @@ class Session:
 
         callback: gets the job's progress, in a thread of the job, so that it may wait for other jobs.
         """
-        if self._run is None:
+        if self._run is None or self._is_closed:
             raise InputError("a session takes jobs inside of 'with'")
         attempt, future = next(self._attempts), Future[Result]()
         message = hosted.Submit(attempt, _pickled(fields, _plain), callback is not None)
@@ -298,7 +300,7 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
         output_dir=Path(options.get("output_dir") or nowhere),
         ranks=(ranks if gpus is None else replace(ranks, ranks=len(_several(gpus)))).here(),
         policy=policy_of(options.get("policy", "auto")),
-        model=_several(options.get("model", DEFAULT_MODEL))[0],
+        model=_models(options)[0],
         batch=_batch(options),
         trace=None,
         logs=LogOptions(),
@@ -342,6 +344,10 @@ def _source(jobs: Jobs, defaults: Mapping[str, Any]) -> JobSource:
     if isinstance(jobs, str | os.PathLike):
         columns = defaults.get("columns", {})
         return JobSource(files=(os.fspath(jobs),), fallbacks=fields, columns=columns)
+    if "columns" in defaults:
+        raise InputError("columns: they are those of a job file in Parquet; jobs are given otherwise")
+    if not isinstance(jobs, Iterable):
+        raise InputError(f"jobs = {shown(jobs)}: a list of prompts or dictionaries, or a path, is accepted")
     return JobSource(given=(jobs,) if isinstance(jobs, Mapping) else tuple(jobs), fallbacks=fields)
 
 
@@ -353,7 +359,17 @@ def _ranks(options: Mapping[str, Any]) -> AskedRanks:
     """Raises: InputError for a value that the command refuses."""
     given = {name: value for name, value in options.items() if name in _RANKS}
     given |= {name: _several(given[name]) for name in ("precision", "attention") if name in given}
+    if isinstance(given.get("ranks"), float):
+        raise InputError(f"ranks = {given['ranks']}: a whole number is accepted")
     return AskedRanks(**checked(RankOptions, given))
+
+
+def _models(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Raises: InputError for what is no name and no path."""
+    found = _several(options.get("model", DEFAULT_MODEL))
+    if not found or not all(each and isinstance(each, str | os.PathLike) for each in found):
+        raise InputError(f"model = {shown(found)}: a name, a path or a list of these is accepted")
+    return tuple([str(os.fspath(each)) for each in found])
 
 
 def _batch(options: Mapping[str, Any]) -> int:
@@ -382,7 +398,7 @@ class _Run:
             gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
             policy=_pickled(policy, pickle.dumps if isinstance(policy, str) else _dumps_by_value),
             path=[os.path.abspath(path) for path in sys.path],
-            models=_pickled(_several(options.get("model", DEFAULT_MODEL)), partial(_plain, name="model")),
+            models=_models(options),
             jobs=jobs and _pickled(jobs, _plain_source),
             log_level=names[min(3, max(0, level // 10 - 1))],
         )
@@ -438,7 +454,9 @@ def _plain(value: Any, name: str = "") -> Any:
         case tuple():
             return tuple([_plain(each, name) for each in value])
         case Mapping():
-            return {_plain(key, name): _plain(each, str(key)) for key, each in value.items()}
+            if other := next((key for key in value if not isinstance(key, str)), None):
+                raise InputError(f"{name}: {shown(other)} is a name of a field or argument; give a text")
+            return {str.__str__(key): _plain(each, key) for key, each in value.items()}
     accepted = "give a text, a number, or a list or dictionary of these"
     raise InputError(f"{name} = {shown(value)}: this cannot go to another process; {accepted}")
 

@@ -132,6 +132,12 @@ def test_bad_jobs_raise_all_problems_with_the_text_of_the_command(tmp_path: Path
         (["a"], {"model": "qwen-imge"}, "qwen-image"),
         (["a"], {"vae_dtype": "fp64"}, "vae_dtype = 'fp64': 'fp64' is not one of"),
         (["a"], {"batch": 9}, "batch = 9: 9 is not in the range 1<=x<=8."),
+        ([{1: "a", "prompt": "b"}], {}, "1 is a name of a field or argument; give a text"),
+        ([{"prompt": "b", "args": {1: 2}}], {}, "args: 1 is a name of a field or argument; give a text"),
+        (["a"], {"model": []}, "model = []: a name, a path or a list of these is accepted"),
+        (["a"], {"ranks": 1.5}, "ranks = 1.5: a whole number is accepted"),
+        (["a"], {"columns": {"prompt": "caption"}}, "columns: they are those of a job file in Parquet"),
+        (5, {}, "jobs = 5: a list of prompts or dictionaries, or a path, is accepted"),
     ],
 )
 def test_what_is_wrong_is_an_error_that_says_what_to_do(jobs: Any, defaults: Any, said: str) -> None:

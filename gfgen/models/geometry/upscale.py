@@ -84,7 +84,8 @@ def second_pass_problems(spec: JobSpec, first: CallSignature, *, is_picture: boo
     elif spec.sigmas is not None:
         reason = "sigmas sets the steps of the first pass only; leave out sigmas or upscale"
     elif spec.num_refined == 1:
-        reason = f"upscale_strength {spec.upscale_strength:g} of {spec.upscale_steps} steps makes no step; raise one of them"
+        made = f"upscale_strength {spec.upscale_strength:g} of {spec.upscale_steps} steps"
+        reason = f"{made} makes no step; raise one of them"
     if reason is not None or call is None:
         yield Problem.of("upscale", f"{spec.upscale:g}", reason or "")
         return
