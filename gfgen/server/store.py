@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import queue
 import sqlite3
@@ -352,6 +353,12 @@ class Store:
         total = "SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total"
         ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open' AND NOT {_FAVOURITE})"
         return _jobs(self._reader, "WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
+
+    @property
+    def first_at(self) -> float:
+        """Unix time of its first job; infinite without one."""
+        first_at = self._reader.execute("SELECT MIN(created_at) FROM jobs").fetchone()[0]
+        return math.inf if first_at is None else float(first_at)
 
     def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
         """The subset of these jobs that have one of these statuses."""

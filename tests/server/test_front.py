@@ -168,6 +168,15 @@ def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store
     assert [path.name for path in (tmp_path / ".inputs").iterdir()] == [names["open"]]
 
 
+def test_a_new_store_keeps_the_pictures_of_jobs_of_an_older_one(store, tmp_path):
+    touched(tmp_path / ".inputs", ids(1))
+    JobFolder(tmp_path).prepare(store)
+    facts, spec = accepted(ids(2))
+    asyncio.run(store.accept([(replace(facts, created_at=4e9), spec)], now=4e9))
+    JobFolder(tmp_path).prepare(store)
+    assert [path.name for path in (tmp_path / ".inputs").iterdir()] == [ids(1)]
+
+
 def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(service, store, told):
     def too_large(specs):
         raise AssertionError("held against what is free now")

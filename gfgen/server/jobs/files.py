@@ -127,14 +127,15 @@ class JobFolder:
         _unlink(self._thumbnail(facts.id))
 
     def prepare(self, store: Store) -> None:
-        """Create the folders, and remove what a killed server left of ended jobs, and unknown previews.
+        """Create the folders, and remove what a killed server left of ended and unknown jobs.
 
-        A damaged store may be repaired and put back later. So results and input pictures are removed only if
-        this store knows that their jobs need none.
+        A damaged store may be repaired and put back later. So results are removed only if this store knows
+        that their jobs have none, and input pictures only if they are newer than its first job.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
-        _clear(self.inputs, lambda ids: store.known(ids, "completed", "cancelled", "failed"))
+        open_ids = {facts.id for facts, _ in store.open_jobs()}
+        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.first_at)
         thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
         _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
         _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)
@@ -186,10 +187,18 @@ def _unlink(path: Path) -> None:
 
 
 def _clear(
-    folder: Path, unwanted: Callable[[set[str]], set[str]], *, suffixes: tuple[str, ...] | None = None
+    folder: Path,
+    unwanted: Callable[[set[str]], set[str]],
+    *,
+    suffixes: tuple[str, ...] | None = None,
+    made_after: float = 0.0,
 ) -> None:
-    """Remove files that are named by an unwanted job id with one of these suffixes, or with any."""
+    """Remove files that are named by an unwanted job id with one of these suffixes, or with any.
+
+    Files from before `made_after` (Unix time) stay.
+    """
     found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
+    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
     found = [
         (path, job_id)
         for path, job_id in found
