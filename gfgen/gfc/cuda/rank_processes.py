@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gfgen.errors import WorkerError
 from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
@@ -132,11 +132,10 @@ class CudaRanks:
         self._take_arena(rank)
         self._introduce(rank)
         self.result(rank)
-        for peer, process in self.processes.items():
+        for peer in self.processes:
             if peer != rank:
                 self.pipes[peer].send(("map", (rank, self.incarnations[rank])))
-                assert process.pid is not None
-                send_handle(self.pipes[peer], self.arena_fds[rank], process.pid)
+                self._send(peer, self.arena_fds[rank])
                 self.result(peer)
 
     def close(self) -> None:
@@ -157,7 +156,10 @@ class CudaRanks:
         device = rank % self.num_devices
         process = _SPAWN.Process(
             target=_serve,
-            args=(theirs, self.plan, rank, device, self.incarnations[rank], self.timeout_s, self.over_host),
+            args=(
+                theirs,
+                _Setup(self.plan, rank, device, self.incarnations[rank], self.timeout_s, self.over_host),
+            ),
             daemon=True,
         )
         process.start()
@@ -165,8 +167,7 @@ class CudaRanks:
         self.pipes[rank], self.processes[rank] = ours, process
         fd = create_arena(CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
         self.control_fds[rank] = fd
-        assert process.pid is not None
-        send_handle(ours, fd, process.pid)
+        self._send(rank, fd)
 
     def _take_arena(self, rank: int) -> None:
         if self.over_host:
@@ -179,9 +180,7 @@ class CudaRanks:
                 num_bytes=arena_bytes(self.plan),
             )
             self.arena_fds[rank] = fd
-            pid = self.processes[rank].pid
-            assert pid is not None
-            send_handle(self.pipes[rank], fd, pid)
+            self._send(rank, fd)
             return
         if not self.pipes[rank].poll(self.reply_timeout_s):
             raise WorkerError(f"rank {rank} made no arena")
@@ -190,23 +189,29 @@ class CudaRanks:
     def _introduce(self, rank: int) -> None:
         peers = {peer: number for peer, number in self.incarnations.items() if peer != rank}
         self.pipes[rank].send(peers)
+        for peer in peers:
+            self._send(rank, self.arena_fds[peer])
+
+    def _send(self, rank: int, fd: int) -> None:
         pid = self.processes[rank].pid
         assert pid is not None
-        for peer in peers:
-            send_handle(self.pipes[rank], self.arena_fds[peer], pid)
+        send_handle(self.pipes[rank], fd, pid)
 
 
-def _serve(
-    pipe: Connection,
-    plan: ArenaPlan,
-    rank: int,
-    device: int,
-    incarnation: int,
-    timeout_s: float,
-    over_host: bool,
-) -> None:
+class _Setup(NamedTuple):
+    """What a rank's process begins with."""
+
+    plan: ArenaPlan
+    rank: int
+    device: int
+    incarnation: int
+    timeout_s: float
+    over_host: bool
+
+
+def _serve(pipe: Connection, setup: _Setup) -> None:
     """A rank's process: sets itself up, then runs programs until it gets None."""
-    endpoint = _set_up(pipe, plan, rank, device, incarnation, timeout_s, over_host)
+    endpoint = _set_up(pipe, setup)
     pipe.send((True, None))
     while (command := pipe.recv()) is not None:
         program, arguments = command
@@ -226,41 +231,33 @@ def _serve(
     os._exit(0)
 
 
-def _set_up(
-    pipe: Connection,
-    plan: ArenaPlan,
-    rank: int,
-    device: int,
-    incarnation: int,
-    timeout_s: float,
-    over_host: bool,
-) -> CudaEndpoint:
+def _set_up(pipe: Connection, setup: _Setup) -> CudaEndpoint:
     import torch
 
     from gfgen.gfc.cuda.device_arena import DeviceArena, HostArena
     from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
     torch.set_num_threads(1)
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(setup.device)
     torch.zeros(1, device="cuda")
     control_fd = recv_handle(pipe)
     own: DeviceArena
-    if over_host:
+    if setup.over_host:
         fd = recv_handle(pipe)
-        own = HostArena.open(fd, plan, device=device)
+        own = HostArena.open(fd, setup.plan, device=setup.device)
     else:
-        own, fd = DeviceArena.create(plan, device=device)
+        own, fd = DeviceArena.create(setup.plan, device=setup.device)
         send_handle(pipe, fd, os.getppid())
     os.close(fd)
     incarnations: dict[int, int] = pipe.recv()
     peer_fds = {peer: recv_handle(pipe) for peer in incarnations}
     endpoint = CudaEndpoint(
         own,
-        rank=rank,
+        rank=setup.rank,
         peer_fds=peer_fds,
-        incarnations={**incarnations, rank: incarnation},
+        incarnations={**incarnations, setup.rank: setup.incarnation},
         control_fd=control_fd,
-        timeout_s=timeout_s,
+        timeout_s=setup.timeout_s,
     )
     for passed in peer_fds.values():
         os.close(passed)
