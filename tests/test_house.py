@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_245,
+    "lines of the package": 65_236,
     "files of the package": 294,
     "lines of the core": 5_781,
     "files of the core": 27,

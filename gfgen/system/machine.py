@@ -72,6 +72,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str:
     """That of the installed gfgen, from its repository or what pip noted; empty if neither is there."""
     root = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ def paper(*words: str) -> Result:
 
 @pytest.fixture(scope="module")
 def run() -> PolicyRun:
-    ((_, found),) = simulated([CELL], H200, num_ranks=4)
+    ((_, found),) = simulated([CELL], load_profile(H200), num_ranks=4)
     return found
 
 

@@ -29,7 +29,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile, load_profile
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.linefile import write_whole
 from gfgen.system.machine import commit, versions
@@ -160,7 +160,7 @@ def found_of(cell: Cell, run: PolicyRun) -> Found:
 
 
 def simulated(
-    cells: Sequence[Cell], profile: Path, *, num_ranks: int
+    cells: Sequence[Cell], profile: Profile, *, num_ranks: int
 ) -> Generator[tuple[Cell, PolicyRun], None, None]:
     """Run the cells in virtual time, in a process per core. Closing it ends them."""
     run = partial(_simulated, profile=profile, num_ranks=num_ranks)
@@ -171,11 +171,10 @@ def simulated(
             pool.shutdown(cancel_futures=True)
 
 
-def _simulated(cell: Cell, *, profile: Path, num_ranks: int) -> PolicyRun:
-    known = load_profile(profile)
-    jobs = admitted_of(cell, known, num_ranks=num_ranks)
+def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
+    jobs = admitted_of(cell, profile, num_ranks=num_ranks)
     try:
-        found = simulate(jobs, policy=load_policy(cell.policy), num_ranks=num_ranks, profile=known)
+        found = simulate(jobs, policy=load_policy(cell.policy), num_ranks=num_ranks, profile=profile)
     except (StalledError, PolicyFault) as error:
         return PolicyRun(cell.policy, error=str(error))
     finally:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,22 +16,20 @@ import click
 
 from gfgen import log
 from gfgen.bench import paper as figures_of_paper
-from gfgen.bench.paper.cells import Cell, CellStore, Place, Results, found_of, simulated
+from gfgen.bench.paper.cells import Cell, CellStore, Found, Place, Results, found_of, simulated
 from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, grid_cells
 from gfgen.bench.paper.page import Section, write_page
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.workloads import admitted, calibration_jobs, mix_of, weightless_model
 from gfgen.cli import options as opt
-from gfgen.cli.bench.runs import WARM_UP_STEPS, StartedWorkers
+from gfgen.cli.bench.runs import WARM_UP_STEPS, started_workers
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import find_gpus
-from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.session.ranks import Ranks, admitted_on
-from gfgen.session.session import Session, SessionOptions
+from gfgen.session.ranks import Ranks
 from gfgen.system.linefile import write_whole
 from gfgen.system.wording import counted
 
@@ -101,23 +98,23 @@ def paper(given: Arguments) -> int:
     models = given.models or (MODELS if ranks is None or ranks.are_on_gpus else REAL_MODELS)
     for model in models:
         mix_of(model)
-    path, num_ranks = _profile(given, models, ranks), ranks.num_ranks if ranks else given.ranks.ranks or 4
-    profile = load_profile(path)
+    profile = _profile(given, models, ranks)
+    num_ranks = ranks.num_ranks if ranks else given.ranks.ranks or 4
     grid = Grid(
         models, num_ranks, profile, given.seeds, given.num_jobs, given.minutes, given.steps, given.load
     )
     chosen = {*FIGURES} - {GRID} if not {*given.names} - {"all"} else {*given.names}
-    names = [name for name in FIGURES if name in chosen]
     stores = {
         is_sim: CellStore(given.output, Place(profile.device, num_ranks, profile.hash, is_sim))
         for is_sim in (True, False)
     }
-    for name in names:
+    sections = []
+    for name in (name for name in FIGURES if name in chosen):
         # The grid is for simulation alone, and figure 11 compares both.
-        kinds = {GRID: [True], "11": [True, *([False] if is_real else [])]}.get(name, [not is_real])
-        for is_sim in kinds:
-            _make(FIGURES[name].cells(grid), stores[is_sim], given, path, None if is_sim else ranks)
-    sections = [_section(name, grid, stores, is_real=is_real, folder=given.output) for name in names]
+        kinds = {GRID: (True,), "11": (True, False)}.get(name, (not is_real,))
+        found = [_made(FIGURES[name].cells(grid), stores[is_sim], profile, given, ranks) for is_sim in kinds]
+        place = stores[name == GRID or not is_real].place
+        sections.append(_section(name, grid, place, found, folder=given.output))
     written = write_page(
         given.output, f"The evaluation of GF-DiT, {stores[not is_real].place.words}", sections
     )
@@ -125,43 +122,41 @@ def paper(given: Arguments) -> int:
     return 0
 
 
-def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Path:
-    """The file of the profile from which arrivals and deadlines follow."""
-    if given.profile_path is not None:
-        return given.profile_path
-    if ranks is None:
-        return SHIPPED / "h200.json"
+def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Profile:
+    """From which arrivals and deadlines follow."""
     kept = sorted(given.output.glob("profile-*.json"))
+    if given.profile_path is not None:
+        return load_profile(given.profile_path)
+    if ranks is None:
+        return load_profile(SHIPPED / "h200.json")
     if len(kept) == 1:  # of the cells that are there
-        return kept[0]
+        return load_profile(kept[0])
     jobs = [job for model in models for job in admitted(calibration_jobs(model), weightless_model(model))]
     found = choose_profile(None, jobs, num_ranks=ranks.num_ranks)
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"profile-{found.hash[:8]}.json"
-    write_whole(path, found.as_json())
-    return path
+    write_whole(given.output / f"profile-{found.hash[:8]}.json", found.as_json())
+    return found
 
 
-def _make(
-    cells: Sequence[Cell], store: CellStore, given: Arguments, profile: Path, ranks: Ranks | None
-) -> None:
-    """Run the cells that are not kept, and keep each."""
-    known = store.read(cells)
+def _made(
+    cells: Sequence[Cell], store: CellStore, profile: Profile, given: Arguments, ranks: Ranks | None
+) -> Mapping[Cell, Found]:
+    """The kept cells; if this machine can run the others, all cells, each of which is kept when it ends."""
+    known, place = store.read(cells), store.place
     todo = [cell for cell in dict.fromkeys(cells) if cell not in known]
-    if not todo:
-        return
-    if ranks is None:
-        runs = simulated(todo, profile, num_ranks=store.place.num_ranks)
+    if not todo or (ranks is None and not place.is_simulated):
+        return known
+    if place.is_simulated or ranks is None:
+        runs = simulated(todo, profile, num_ranks=place.num_ranks)
     else:
         runs = _on_workers(sorted(todo, key=lambda cell: cell.model), profile, given.output, ranks)
     num_done = 0
     try:
         with (
             closing(runs),
-            click.progressbar(length=len(todo), label=store.place.words, file=sys.stderr) as bar,
+            click.progressbar(length=len(todo), label=place.words, file=sys.stderr) as bar,
         ):
             for cell, run in runs:
-                store.keep(cell, run)
+                known[cell] = store.keep(cell, run)
                 num_done += 1
                 bar.update(1)
     except (KeyboardInterrupt, InterruptedRunError) as stop:
@@ -170,47 +165,39 @@ def _make(
             f"stopped; {num_done} of {counted(len(todo), 'cell')} kept: run the same command again to go on",
             signal_number=number,
         ) from None
+    return known
 
 
 def _on_workers(
-    cells: Sequence[Cell], path: Path, output: Path, ranks: Ranks
+    cells: Sequence[Cell], profile: Profile, output: Path, ranks: Ranks
 ) -> Generator[tuple[Cell, PolicyRun], None, None]:
     """Run the cells of each model on one pool of workers, after a short job of each class."""
-    profile = load_profile(path)
     output.mkdir(parents=True, exist_ok=True)
     for model, group in groupby(cells, key=lambda cell: cell.model):
         todo = list(group)
-        found = ranks.admission(model).models.find(model)
-        examples = calibration_jobs(model, steps=todo[0].steps)
-        admitted_on(ranks, examples, default_model=model, source="--model")
-        with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-            asked = SessionOptions(
-                output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=model
-            )
-            with Session(asked) as session:
-                session.load(admitted(examples, found), are_all_needed=True)
-                workers = StartedWorkers(found, model, session, profile)
-                workers.warm_up(examples, steps=WARM_UP_STEPS)
-                for cell in todo:
-                    specs = cell.jobs(profile, num_ranks=ranks.num_ranks)
-                    yield cell, attempt(cell.policy, partial(workers.run, cell.policy, specs))
+        with started_workers(model, ranks, output, profile, steps=todo[0].steps) as workers:
+            workers.warm_up(calibration_jobs(model, steps=todo[0].steps), steps=WARM_UP_STEPS)
+            for cell in todo:
+                specs = cell.jobs(profile, num_ranks=ranks.num_ranks)
+                yield cell, attempt(cell.policy, partial(workers.run, cell.policy, specs))
 
 
-def _section(name: str, grid: Grid, stores: dict[bool, CellStore], *, is_real: bool, folder: Path) -> Section:
-    figure, store = FIGURES[name], stores[name == GRID or not is_real]
+def _section(
+    name: str, grid: Grid, place: Place, found: Sequence[Mapping[Cell, Found]], *, folder: Path
+) -> Section:
+    """found: the cells; of figure 11 those that are simulated, then those that ran."""
+    figure, known = FIGURES[name], found[0 if place.is_simulated else -1]
     if figure.elsewhere is not None:
         kept = folder / f"{name}.txt"
         text = kept.read_text() if kept.exists() else f"not run here: `{figure.elsewhere} > {kept}`."
         return Section(name, figure, text, ())
-    cells = figure.cells(grid)
-    known = store.read(cells)
-    if name == "11":
-        tables = tuple(fidelity(grid, *(Results(stores[each].read(cells)) for each in (True, False))))
+    if len(found) == 2:
+        tables = tuple(fidelity(grid, *map(Results, found)))
     else:
         tables = tuple(figure.tables(grid, Results(known)))
-    commits = sorted({found.commit[:8] for found in known.values() if found.commit})
-    errors = {found.error: cell.policy for cell, found in known.items() if found.error}
-    words = [store.place.words, *([f"commit {', '.join(commits)}"] if commits else [])]
+    commits = sorted({each.commit[:8] for each in known.values() if each.commit})
+    errors = {each.error: cell.policy for cell, each in known.items() if each.error}
+    words = [place.words, *([f"commit {', '.join(commits)}"] if commits else [])]
     words += [f"{policy}: {error}" for error, policy in errors.items()]
     return Section(name, figure, "; ".join(words) + ".", tables)
 
@@ -218,10 +205,10 @@ def _section(name: str, grid: Grid, stores: dict[bool, CellStore], *, is_real: b
 def _check(given: Arguments) -> int:
     if name := opt.given_in(given, "names", "models", "seeds", "num_jobs", "minutes", "steps", "load"):
         raise InputError(f"{name}: --check simulates the stored grid as it is; leave it out")
-    path = given.profile_path or SHIPPED / "h200.json"
-    grid = Grid(MODELS, 4, load_profile(path))
+    profile = load_profile(given.profile_path or SHIPPED / "h200.json")
+    grid = Grid(MODELS, 4, profile)
     cells = [cell for cell in grid_cells(grid) if cell.policy == "auto"]
-    with closing(simulated(cells, path, num_ranks=4)) as runs:
+    with closing(simulated(cells, profile, num_ranks=4)) as runs:
         found = auto_by_point(Results({cell: found_of(cell, run) for cell, run in runs}))
     try:
         stored = json.loads(STORED.read_text())

@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,20 @@ def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> I
         yield attempt(text, partial(run, text))
 
 
+@contextmanager
+def started_workers(
+    model: str, ranks: Ranks, output: Path, profile: Profile | None, *, steps: int | None
+) -> Iterator[StartedWorkers]:
+    """One pool for many runs of a model, whose files are removed. Raises: InputError for a model or ranks."""
+    found = ranks.admission(model).models.find(model)
+    admitted_on(ranks, calibration_jobs(model, steps=steps), default_model=model, source="--model")
+    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+        asked = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=model)
+        with Session(asked) as session:
+            session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
+            yield StartedWorkers(found, model, session, profile)
+
+
 def on_workers(
     texts: Sequence[str],
     name: Name,
@@ -103,21 +118,13 @@ def on_workers(
 ) -> Iterator[PolicyRun]:
     """All policies on one pool, then stock diffusers; without a profile, classes are measured first."""
     found = ranks.admission(model).models.find(model)
-    admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
-    auto, policies = load_policy("auto"), [text for text in texts if not is_stock(text)]
+    policies = [text for text in texts if not is_stock(text)]
     specs: Sequence[JobSpec] = ()
     profile: Profile | None = None
     if workload is not None:
         specs, profile = workload.specs, workload.profile
     if policies or not specs:
-        with (
-            tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder,
-            Session(
-                SessionOptions(output_dir=Path(folder), ranks=ranks, policy=auto, model=model)
-            ) as session,
-        ):
-            session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
-            bench = StartedWorkers(found, model, session, profile)
+        with started_workers(model, ranks, output, profile, steps=options.steps) as bench:
             if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
