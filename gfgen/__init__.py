@@ -11,8 +11,8 @@ docs/python.md has the rest.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gfgen import errors
-    from gfgen.api import Result as Result
     from gfgen.api import Session, check, generate, plan
+    from gfgen.session.result import Result as Result
 
 __all__ = ["Session", "check", "errors", "generate", "plan"]
 

@@ -6,18 +6,12 @@ no `if __name__ == "__main__"`, and computing in the program does not delay the 
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import html
-import io
 import itertools
 import logging
-import math
-import mimetypes
 import os
 import pickle
 import queue
-import re
 import secrets
 import shutil
 import sys
@@ -26,110 +20,33 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gfgen.cli.check import Report, report
 from gfgen.cli.options import JobOptions, LogOptions, RankOptions, checked
 from gfgen.cli.run_files import RunOptions
 from gfgen.cli.simulate import Assumed, FoundPlan, PlanArguments, planned
-from gfgen.errors import GfgenError, InputError, JobFileError, RunError, WorkerError, in_one_line, nearest
+from gfgen.errors import GfgenError, InputError, JobFileError, WorkerError, in_one_line, nearest
 from gfgen.job.fields import shown
-from gfgen.job.images import all_frames
 from gfgen.job.inputs import plain
 from gfgen.job.reader import JobSource
 from gfgen.job.shared import check_defaults
-from gfgen.job.spec import VIDEO_SUFFIXES, JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import policy_of
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.session import hosted
 from gfgen.session.feed import Cancel, Ended, Gone, Process
 from gfgen.session.ranks import AskedRanks
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL.Image import Image
-
+from gfgen.session.result import Result, result_of
 
 logger = logging.getLogger(__name__)
 
 Jobs = str | os.PathLike[str] | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 _RANKS = tuple(each.name for each in fields(AskedRanks))
 _OPTIONS = ("model", "gpus", "policy", "output_dir", "batch", *_RANKS)
-
-
-@dataclass(frozen=True, eq=False)
-class Result:
-    """A job that has ended, with the file that `gfgen run` would write."""
-
-    job: JobSpec
-    """As it ran: id, prompt, seed, steps, ..."""
-    path: Path | None
-    """Its file; None without `output_dir`."""
-    error: str | None
-    seconds: float
-    """From its first task to its file."""
-    contents: Sequence[bytes | Path] = field(repr=False)
-    """Its files, or where they are."""
-    suffix: str = field(repr=False)
-
-    def check(self) -> None:
-        """Raises: RunError if the job has failed."""
-        if self.error is not None:
-            raise RunError(f"job {self.job.id}: {self.error}")
-
-    @cached_property
-    def files(self) -> Sequence[bytes]:
-        """The content of its files: one, or one for each picture. Raises: as `check`."""
-        self.check()
-        return [each.read_bytes() if isinstance(each, Path) else each for each in self.contents]
-
-    @property
-    def image(self) -> Image:
-        """The picture, or the first one; of a video its first frame."""
-        from PIL import Image
-
-        return Image.fromarray(self.frames[0]) if self.is_video else Image.open(io.BytesIO(self.files[0]))
-
-    @cached_property
-    def frames(self) -> np.ndarray[Any, Any]:
-        """All pictures or frames [F, H, W, C]; those of a video as its file has them, after compression."""
-        import numpy as np
-
-        return np.concatenate([_video(each) if self.is_video else _pictures(each) for each in self.files])
-
-    @property
-    def is_video(self) -> bool:
-        return self.suffix in VIDEO_SUFFIXES
-
-    def _repr_html_(self) -> str:
-        name = f"<b>{html.escape(self.job.id)}</b>"
-        if self.error is not None:
-            return f"<p>{name}: {html.escape(self.error)}</p>"
-        kind = mimetypes.guess_type(f"_{self.suffix}")[0] or "image/avif"
-        form = '<video controls loop src="{}"></video>' if self.is_video else '<img src="{}">'
-        urls = (f"data:{kind};base64,{base64.b64encode(each).decode()}" for each in self.files)
-        return f"<p>{''.join(map(form.format, urls))}<br>{name} {html.escape(self.job.prompt)}</p>"
-
-
-def _pictures(content: bytes) -> np.ndarray[Any, Any]:
-    import imageio.v3 as imageio
-
-    found = imageio.imread(content, index=None)
-    return found[None] if found.ndim == 3 else found
-
-
-def _video(content: bytes) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    ppms = all_frames(content)
-    head, width, height = re.match(rb"P6\s(\d+) (\d+)\s255\s", ppms).group(0, 1, 2)  # type: ignore[union-attr]
-    shape = (int(height), int(width), 3)
-    rows = np.frombuffer(ppms, np.uint8).reshape(-1, len(head) + math.prod(shape))
-    return rows[:, len(head) :].reshape(-1, *shape)
 
 
 def generate(jobs: Jobs, **defaults: Any) -> Iterator[Result]:
@@ -410,16 +327,13 @@ class _Run:
         self.process = Process("gfgen.session.hosted", setup, heard)
 
     def result(self, outcome: JobOutcome) -> Result:
-        paths = [self._folder / name for name in outcome.file_names]
-        error = "it was cancelled" if outcome.status == "cancelled" else outcome.error
-        contents: Sequence[bytes | Path] = () if error else paths
-        if not self._is_kept:
-            contents = [path.read_bytes() for path in paths[: len(contents)]]
-            for path in paths:
-                path.unlink(missing_ok=True)
-        own = paths[0] if self._is_kept and error is None else None
-        seconds = 0.0 if outcome.started_s is None else outcome.ended_s - outcome.started_s
-        return Result(outcome.info.spec, own, error, seconds, contents, paths[0].suffix.lower())
+        found = result_of(outcome, self._folder)
+        if self._is_kept:
+            return found
+        contents = [path.read_bytes() for path in found.contents if isinstance(path, Path)]
+        for name in outcome.file_names:
+            (self._folder / name).unlink(missing_ok=True)
+        return replace(found, path=None, contents=contents)
 
     def close(self) -> None:
         self.process.close()

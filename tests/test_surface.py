@@ -87,6 +87,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--again",
         "--attention",
         "--batch",
         "--column",
@@ -101,6 +102,7 @@ def test_options_of_run():
         "--grace",
         "--graphs",
         "--hook-timeout",
+        "--keep-if",
         "--limit",
         "--log-file",
         "--log-json",
@@ -159,8 +161,10 @@ def test_options_of_run():
 
 def test_check_has_the_options_of_run_that_decide_what_it_does():
     left_out = {
+        "--again",
         "--dry-run",
         "--hook-timeout",
+        "--keep-if",
         "--on-done",
         "--on-file",
         "--retries",

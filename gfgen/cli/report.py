@@ -42,7 +42,7 @@ PAUSE_S = 300.0
 """A longer time without jobs parts two timelines."""
 BAR_WIDTH, CHAR_WIDTH, TICK_WIDTH, MAX_WIDTH = 64, 7, 120, 60_000
 """Pixels of an average bar, a character of its name, the axis between two ticks, and of a timeline."""
-STATUSES = ("left", "waiting", "failed", "cancelled", "done")
+STATUSES = ("left", "waiting", "failed", "cancelled", "dropped", "done")
 
 
 @click.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import signal
 import sys
@@ -39,9 +40,10 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.ownership import check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.session.admission import with_time
+from gfgen.session.filters import Filter
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.outlet import drain, unblocked
-from gfgen.system.wording import counted
+from gfgen.system.wording import MAX_NAMED, counted
 
 if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
@@ -85,6 +87,14 @@ class Arguments:
     trace: Path | None = opt.option(
         "Write a timeline for Perfetto or 'gfgen plot'.", type=opt.NamedPath(), cls=opt.RunOnly
     )
+    keep_if: str | None = opt.option(
+        "Keep a result if this Python function says so; it may want another seed (docs/unattended.md).",
+        metavar="MODULE:FUNCTION",
+        cls=opt.RunOnly,
+    )
+    again: int = opt.option(
+        "With --keep-if: the most further seeds of a job.", type=click.IntRange(0), default=3, cls=opt.RunOnly
+    )
     on_file: str | None = opt.option(
         "Run this shell command for each finished file; GFGEN_FILE names it (docs/unattended.md).",
         metavar="CMD",
@@ -94,7 +104,7 @@ class Arguments:
         "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=opt.RunOnly
     )
     hook_timeout: float = opt.option(
-        "Kill a command of --on-file or --on-done after this time.",
+        "Kill a command of --on-file or --on-done, or a call of --keep-if, after this time.",
         type=opt.Duration(),
         default="60s",
         cls=opt.RunOnly,
@@ -123,6 +133,8 @@ def run(given: Arguments) -> int:
     logs.configure(file=None)
     if watch is not None:
         _check_watching(given)
+    if given.keep_if is None and opt.given_in(given, "again"):
+        raise click.UsageError("--again goes with --keep-if")
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
     cluster.check({"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1})
@@ -150,18 +162,25 @@ def run(given: Arguments) -> int:
             else:
                 admitted, claims, problems = admit_jobs(source, session.admission, options)
                 options = replace(options, forced_from=claims.forced_from)
+                if options.keep_if is not None:
+                    with session.signals.interrupting("--keep-if was loaded; nothing was started"):
+                        options.keep_if.begin(admitted, claims)
                 summary = run_jobs(session, admitted, options, done=claims.done_ids)
     _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
     _report(summary, options)
-    return 1 if summary.num_failed or summary.num_cancelled or problems else 0
+    num_left = 0 if options.keep_if is None else options.keep_if.num_failed
+    return 1 if summary.num_failed or summary.num_cancelled or problems or num_left else 0
 
 
 def _options_of(
     given: Arguments, cluster: RayCluster | None, output_dir: Path, *, job_file: str
 ) -> RunOptions:
-    hook = None
+    hook = keep_if = None
     if given.on_file is not None:
         hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout)
+    if given.keep_if is not None:
+        about: dict[str, Any] = dict(most_again=given.again, limit_s=given.hook_timeout, then=hook)
+        keep_if = Filter(given.keep_if, output_dir, **about)
     return RunOptions(
         output_dir=output_dir,
         ranks=given.ranks.found() if cluster is None else cluster.ranks,
@@ -178,6 +197,7 @@ def _options_of(
         grace_s=given.grace,
         trace=given.trace,
         on_file=hook,
+        keep_if=keep_if,
         on_done=given.on_done,
         hook_timeout_s=given.hook_timeout,
         waits_for_space=given.watch is not None,
@@ -192,7 +212,7 @@ def run_jobs(
     session: Session, admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str]
 ) -> Summary:
     """Run admitted jobs that are not done. Raises: InterruptedRunError when a signal ended the run before."""
-    todo = [job for job in admitted if job.job_id not in done]
+    todo = [job for job in admitted if job.job_id not in done] or _wanted_again(session, options, Summary())
     if not todo:
         if options.trace:
             logger.warning(
@@ -210,16 +230,35 @@ def run_jobs(
     session.load(fitting)
     failed = _FailedJobs()
     summary = _run(session, fitting, options, skipped=skipped, watchers=[failed])
-    for number in range(1, options.retries + 1):
-        again = [arriving_after(job, -job.spec.arrival_s) for job in fitting if job.job_id in failed.ids]
+    again: Sequence[AdmittedJob] = fitting
+    for number in itertools.count(1):
+        retried = [job for job in again if job.job_id in failed.ids and number <= options.retries]
+        wanted = _wanted_again(session, options, summary)
+        again = [arriving_after(job, -job.spec.arrival_s) for job in (*retried, *wanted)]
         if not again:
             break
-        logger.info(
-            "running %s again that failed (%d of %d)", counted(len(again), "job"), number, options.retries
-        )
+        if retried:
+            jobs = counted(len(retried), "job")
+            logger.info("running %s again that failed (%d of %d)", jobs, number, options.retries)
+            summary = replace(summary, num_failed=0, failures=())
+        if wanted:
+            logger.info("running %s again with the next seed", counted(len(wanted), "job"))
         failed = _FailedJobs()
         summary = _run(session, again, replace(options, trace=None), watchers=[failed], before=summary)
-    return replace(summary, num_unfinished=summary.num_unfinished + num_left)
+    summary = replace(summary, num_unfinished=summary.num_unfinished + num_left)
+    return summary if options.keep_if is None else options.keep_if.counted(summary)
+
+
+def _wanted_again(session: Session, options: RunOptions, summary: Summary) -> Sequence[AdmittedJob]:
+    """The jobs that --keep-if wants with the next seed, once it has judged all results."""
+    if options.keep_if is None:
+        return ()
+    try:
+        with session.signals.interrupting("--keep-if judged results; run the same command again to go on"):
+            return options.keep_if.again()
+    except InterruptedRunError:
+        _end_hooks(summary, options, status="stopped")
+        raise
 
 
 class _FailedJobs(Observer):
@@ -236,12 +275,12 @@ def _joined(first: Summary, retried: Summary) -> Summary:
     return replace(
         first,
         num_done=first.num_done + retried.num_done,
-        num_failed=retried.num_failed,
+        num_failed=first.num_failed + retried.num_failed,
         num_unfinished=first.num_unfinished + retried.num_unfinished,
         num_cancelled=first.num_cancelled + retried.num_cancelled,
         num_tasks=first.num_tasks + retried.num_tasks,
         makespan_s=first.makespan_s + retried.makespan_s,
-        failures=retried.failures,
+        failures=(*first.failures, *retried.failures)[:MAX_NAMED],
         num_ranks=0,
     )
 
@@ -288,7 +327,9 @@ def _run(
     try:
         summary = session.run(todo, options=options, observers=observers, skipped=skipped, arrivals=arrivals)
     except GfgenError:  # such as a full disk, or no rank that is left
-        _end_hooks(before or Summary(num_unfinished=len(todo)), options, status="failed")
+        before = before or Summary()
+        before = replace(before, num_unfinished=before.num_unfinished + len(todo))
+        _end_hooks(before, options, status="failed")
         raise
     if before is not None:
         summary = _joined(before, summary)
@@ -307,6 +348,8 @@ def _run(
 def _end_hooks(
     summary: Summary, options: RunOptions, *, status: Literal["done", "failed", "stopped"]
 ) -> None:
+    if options.keep_if is not None:
+        options.keep_if.finish()
     if options.on_file is not None:
         options.on_file.finish(is_stopped=status == "stopped")
     if options.on_done is not None:
@@ -325,7 +368,8 @@ def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
 def _check_watching(given: Arguments) -> None:
     if given.jobs.jobs:
         raise click.UsageError("give either JOBS or --watch DIR, a folder of job files")
-    named = opt.given_in(given.jobs) or opt.given_in(given, "failed", "retries", "force", "dry_run")
+    others = ("failed", "retries", "force", "dry_run", "keep_if")
+    named = opt.given_in(given.jobs) or opt.given_in(given, *others)
     if named is not None:
         raise click.UsageError(f"{named} goes with JOBS; with --watch, write defaults in the job files")
 
@@ -348,8 +392,8 @@ def _observers(options: RunOptions) -> list[Observer]:
 
     logs = options.logs
     observers = progress_of(quiet=logs.quiet, log_json=logs.log_json, has_file=logs.log_file is not None)
-    if options.on_file is not None:
-        observers.append(options.on_file)
+    if (hook := options.keep_if or options.on_file) is not None:
+        observers.append(hook)
     if options.trace:
         from gfgen.runtime.files.trace import TraceWriter
 

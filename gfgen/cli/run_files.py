@@ -8,12 +8,10 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +28,12 @@ from gfgen.models.ahead.places import environment_of_others
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
 from gfgen.runtime.files.ownership import Claims
 from gfgen.session.admission import Admission, jobs_to_run, judge
+from gfgen.session.filters import Afterwards, Filter
 from gfgen.session.session import Session, SessionOptions
 from gfgen.system.wording import counted, in_words
 
@@ -75,6 +74,7 @@ class RunOptions(SessionOptions):
     overwrite: bool = False
     failed: bool = False
     on_file: FileHook | None = None
+    keep_if: Filter | None = None
     on_done: str | None = None
     hook_timeout_s: float = 60.0
     retries: int = 0
@@ -202,53 +202,33 @@ def _resources(text: str | None) -> Mapping[str, float]:
 MAX_SHOWN_CHARS = 300
 
 
-class FileHook(Observer):
-    """Runs a command for each finished job, one after the other, in a thread: ranks never wait for it."""
+class FileHook(Afterwards):
+    """Runs a command for each finished job."""
 
     def __init__(self, command: str, output_dir: Path, *, limit_s: float) -> None:
+        super().__init__("--on-file")
         self._command, self._output_dir, self._limit_s = command, output_dir, limit_s
-        self._todo: queue.SimpleQueue[JobOutcome | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_stopped = False
-
-    def ended(self, outcome: JobOutcome) -> None:
-        if outcome.status != "done":
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="on-file", daemon=True)
-            self._thread.start()
-        self._todo.put(outcome)
 
     def finish(self, *, is_stopped: bool) -> None:
         """Wait for the commands of all finished jobs, or of a stopped run for the one that runs."""
-        self._is_stopped = is_stopped
-        if self._thread is None:
-            return
-        self._todo.put(None)
-        if num_left := self._todo.qsize() - 1:
-            logger.info("waiting for --on-file of %s", counted(num_left, "job"))
-        self._thread.join()
-
-    def _work(self) -> None:
-        num_left = 0
-        while (outcome := self._todo.get()) is not None:
-            if self._is_stopped:
-                num_left += 1
-                continue
-            info = outcome.info
-            variables = {
-                "JOB_ID": info.job_id,
-                "FILE": str(self._output_dir.absolute() / outcome.file_names[0]),
-                "PROMPT": info.spec.prompt,
-                "SEED": str(info.spec.seed),
-                "TAG": info.spec.tag or "",
-                "OUTPUT": str(self._output_dir.absolute()),
-            }
-            run_hook("--on-file", self._command, variables, limit_s=self._limit_s, what=f"job {info.job_id}")
+        num_left = self.skip() if is_stopped else 0
+        self.wait()
         if num_left:
             logger.warning(
                 "--on-file was not run for %s, because the run was stopped", counted(num_left, "job")
             )
+
+    def take(self, outcome: JobOutcome) -> None:
+        info = outcome.info
+        variables = {
+            "JOB_ID": info.job_id,
+            "FILE": str(self._output_dir.absolute() / outcome.file_names[0]),
+            "PROMPT": info.spec.prompt,
+            "SEED": str(info.spec.seed),
+            "TAG": info.spec.tag or "",
+            "OUTPUT": str(self._output_dir.absolute()),
+        }
+        run_hook("--on-file", self._command, variables, limit_s=self._limit_s, what=f"job {info.job_id}")
 
 
 def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:

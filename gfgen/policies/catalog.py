@@ -49,7 +49,7 @@ class NamedPolicy:
 def load_policy(text: str) -> NamedPolicy:
     """The policy that `text` names, with its options bound. Raises: PolicyError."""
     name, *assignments = (part.strip() for part in text.split(","))
-    function = _find(name)
+    function = function_named(name)
     _check_signature(name, function)
     options = _options(name, function, assignments)
     decide = functools.partial(function, **options) if options else function
@@ -76,18 +76,19 @@ def policy_of(given: object) -> NamedPolicy:
 
 def describe(name: str) -> tuple[str, str]:
     """(signature of the options, docstring) of a policy, for `gfgen policies`."""
-    function = _find(name)
+    function = function_named(name)
     options = ", ".join(f"{key}={parameter.default}" for key, parameter in _parameters(function).items())
     return options, inspect.getdoc(function) or ""
 
 
-def _find(name: str) -> Callable[..., Any]:
+def function_named(name: str, *, option: str = "--policy") -> Callable[..., Any]:
+    """What an option names. Raises: PolicyError."""
     target = BUILT_IN.get(name, name)
     module_name, _, attribute = target.rpartition(":") if ":" in target else (target, "", "policy")
     if module_name.endswith(".py") or Path(module_name).is_file():
-        module = _imported(module_name, Path(module_name))
+        module = _imported(module_name, Path(module_name), option)
     elif ":" in target:
-        module = _imported(module_name, None)
+        module = _imported(module_name, None, option)
     else:
         near = nearest(name, BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
@@ -97,7 +98,7 @@ def _find(name: str) -> Callable[..., Any]:
         )
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise PolicyError(f"--policy {name}: {module_name} has no function {attribute}")
+        raise PolicyError(f"{option} {name}: {module_name} has no function {attribute}")
     return function  # type: ignore[no-any-return]
 
 
@@ -107,7 +108,7 @@ def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
     return module.get(f"choose_{getattr(function, '__name__', '')}")
 
 
-def _imported(name: str, path: Path | None) -> Any:
+def _imported(name: str, path: Path | None, option: str) -> Any:
     """The module of this name, or in this file, a user's, which may raise anything."""
     try:
         if path is None:
@@ -122,7 +123,7 @@ def _imported(name: str, path: Path | None) -> Any:
         raise
     except BaseException as error:
         reason = str(error) if isinstance(error, PolicyError) else in_one_line(error)
-        raise PolicyError(f"--policy: cannot import {name}: {reason}") from error
+        raise PolicyError(f"{option}: cannot import {name}: {reason}") from error
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import PurePath
 from typing import Any
 
 from gfgen import log
@@ -25,7 +24,6 @@ from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.files.manifest import of_each_file
 from gfgen.runtime.files.ownership import PROGRAM, Claims, check_records, job_file_name
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.feed import Cancel, Feed, run
@@ -116,7 +114,7 @@ class ProgramFeed(Feed):
         self._attempts |= {job.job_id: attempt for job in jobs}
         for job in jobs:
             if job.job_id in self._claims.done_ids:
-                self.ended(done_before(job, self._claims))
+                self.ended(self._claims.outcome(job))
         return [job for job in jobs if job.job_id in self._attempts]
 
     def _source(self, fields: Mapping[str, Any]) -> JobSource:
@@ -144,14 +142,6 @@ class ProgramFeed(Feed):
     def ended(self, outcome: JobOutcome) -> None:
         self._steps.pop(outcome.info.job_id, None)
         super().ended(outcome)
-
-
-def done_before(job: AdmittedJob, claims: Claims) -> JobOutcome:
-    """The outcome of a job whose files the folder already has."""
-    entry = claims.entries[job.job_id]
-    files = of_each_file(entry) if "outputs" in entry else []
-    named = [(PurePath(each["file"]).name, each["size_bytes"], each["sha256"]) for each in files]
-    return JobOutcome(job.info, "skipped", files=tuple(named))
 
 
 def serve(connection: Connection) -> None:

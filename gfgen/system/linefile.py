@@ -24,8 +24,8 @@ class LineFile:
         except OSError as error:
             raise OutputError(_explain(path, error)) from error
         self._opened = os.fstat(self._fd)
-        self._size = self._opened.st_size
-        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+        size = self._opened.st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
             self.append(b"\n")
 
     def append(self, content: bytes) -> None:
@@ -38,15 +38,14 @@ class LineFile:
             raise OutputError(
                 f"{self.path} was removed or replaced during the run; run again to start a new one"
             )
+        written = 0
         try:
-            written = 0
             while written < len(content):
                 written += os.write(self._fd, content[written:])
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OutputError(_explain(self.path, error)) from error
-        self._size += len(content)
 
     def close(self) -> None:
         """Flush to disk if possible, and close."""

@@ -141,7 +141,7 @@ def test_the_status_of_a_killed_run_counts_each_job_once(tmp_path):
     counts = {"jobs": 5, "skipped": 1, "done": 0, "failed": 0, "cancelled": 0, "running": 1, "waiting": 3}
     write_live(tmp_path, {"state": "running", "started_at": round(started_at, 3), "counts": counts})
     found = json.loads(gfgen("status", str(tmp_path), "--json").stdout)
-    expected = {"jobs": 5, "done": 2, "failed": 1, "cancelled": 0, "waiting": 2}
+    expected = {"jobs": 5, "done": 2, "dropped": 0, "failed": 1, "cancelled": 0, "waiting": 2}
     assert (found["state"], found["counts"]) == ("killed", expected)
 
 

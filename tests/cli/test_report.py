@@ -93,7 +93,7 @@ def test_json_has_every_line_of_the_manifest(capsys, folder):
     assert code == 0
     assert [job["id"] for job in found["jobs"]] == ["owl", "fox", "<b>"]
     assert found["jobs"][1]["ended_at"] - found["jobs"][1]["started_at"] == 3
-    assert found["counts"] == {"left": 0, "waiting": 0, "failed": 1, "cancelled": 0, "done": 2}
+    assert found["counts"] == {"left": 0, "waiting": 0, "failed": 1, "cancelled": 0, "dropped": 0, "done": 2}
     assert found["left"] == []
 
 
@@ -124,7 +124,7 @@ def test_what_a_killed_run_left_is_counted(capsys, folder):
     assert lines[1] == "left      elk, hen, owl: run the same command again to go on"
     assert not [each for each in lines if each.startswith(("failed", "again"))]
     found = json.loads(gfgen(capsys, "report", "out", "--json")[1])
-    assert found["counts"] == {"left": 3, "waiting": 0, "failed": 0, "cancelled": 0, "done": 2}
+    assert found["counts"] == {"left": 3, "waiting": 0, "failed": 0, "cancelled": 0, "dropped": 0, "done": 2}
     assert found["left"] == ["elk", "hen", "owl"]
     assert gfgen(capsys, "report", "out", "--html")[0] == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ class Session:
 
 def options(tmp_path: Any, retries: int) -> Any:
     return SimpleNamespace(
-        retries=retries, trace=tmp_path / "trace.json", closes_at=None, output_dir=tmp_path
+        retries=retries, trace=tmp_path / "trace.json", closes_at=None, output_dir=tmp_path, keep_if=None
     )
 
 
@@ -67,6 +68,37 @@ def test_failed_jobs_run_again_until_none_fails(tmp_path, monkeypatch, retries, 
     assert session.runs == runs
     assert (summary.num_done, summary.num_failed) == counts
     assert summary.makespan_s == 2.0 * len(runs)
+
+
+class KeepIf:
+    """Wants these jobs again after each run."""
+
+    def __init__(self, *wanted: list[str]) -> None:
+        self._wanted = list(wanted)
+
+    def again(self) -> list[Any]:
+        return [make_job(name, arrival_s=3.0) for name in self._wanted.pop(0)]
+
+    def counted(self, summary: Summary) -> Summary:
+        return replace(summary, num_dropped=1)
+
+
+def test_what_a_filter_wants_runs_again_with_the_jobs_that_failed(tmp_path, monkeypatch):
+    session = Session({"a"}, {"b"}, {"b"})
+    session.signals = SimpleNamespace(interrupting=contextlib.nullcontext)  # type: ignore[attr-defined]
+    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
+    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
+    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
+    given = SimpleNamespace(**vars(options(tmp_path, 1)) | {"keep_if": KeepIf(["b"], ["b"], [])})
+    given.ranks = SimpleNamespace(step_times=None)
+    jobs = [make_job(name, arrival_s=3.0) for name in "abc"]
+    summary = run_jobs(session, jobs, given, done=())  # type: ignore[arg-type]
+    assert session.runs == [["a", "b", "c"], ["a", "b"], ["b"]]
+    assert (summary.num_done, summary.num_failed, summary.num_dropped) == (3, 2, 1)
+    given.keep_if = KeepIf(["b"], [])
+    session.runs, session.failing = [], [set()]
+    run_jobs(session, jobs, given, done=("a", "b", "c"))  # type: ignore[arg-type]
+    assert session.runs == [["b"]], "an earlier run made it"
 
 
 def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeypatch):

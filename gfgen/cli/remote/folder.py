@@ -28,7 +28,7 @@ from gfgen.system.wording import counted, in_words, on_clock
 
 ENDED = ("ended", "stopped", "killed")
 """States of a run that does not live any more."""
-COUNTS = ("jobs", "done", "skipped", "failed", "cancelled", "running", "waiting")
+COUNTS = ("jobs", "done", "dropped", "skipped", "failed", "cancelled", "running", "waiting")
 MIN_ID, MAX_ID, COLUMNS_BEHIND = 12, 40, 56
 """Columns of a job's id, and of what stands behind it."""
 MAX_RECENT = 5
@@ -92,7 +92,7 @@ class RunStatus:
         if not counts:
             return
         named = [f"{counts[name]:,} {name}" for name in COUNTS[1:] if counts.get(name)]
-        num_ended = sum(counts.get(name, 0) for name in ("done", "failed", "cancelled"))
+        num_ended = sum(counts.get(name, 0) for name in ("done", "dropped", "failed", "cancelled"))
         num_jobs = counts.get("jobs")
         texts = [", ".join(named) or "no jobs"]
         if self.ends_at is not None and self.is_live and self.ends_at > now:
@@ -231,7 +231,7 @@ class RunFolder:
                 return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})
             raise InputError(f"{self._name}: gfgen never ran there; name the output folder of a run")
         state = last["state"] if last["state"] in ("ended", "stopped") else "killed"
-        known = {name: counts[name] for name in ("done", "failed", "cancelled")}
+        known = {name: counts[name] for name in ("done", "dropped", "failed", "cancelled")}
         return RunStatus(
             target=self._name,
             kind="run",

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
-from gfgen.job.spec import FRAME, JobSpec, filled, output_name, spec_hash, with_defaults
+from gfgen.job.spec import FRAME, JobSpec, filled, later_seed, output_name, spec_hash, with_defaults
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
@@ -97,6 +98,15 @@ def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
     """The same job with a later arrival; a relative deadline moves with it."""
     spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
     return replace(job, info=replace(job.info, spec=spec))
+
+
+def with_attempt(job: AdmittedJob, entry: Mapping[str, Any]) -> AdmittedJob:
+    """The job with the seed of its line in a manifest, or the next one if a filter wants it."""
+    info, said, is_next = job.info, entry.get("filter", {}), entry.get("status") == "again"
+    if "attempt" not in said or entry["spec_hash"] != info.spec_hash or entry["status"] == "dropped":
+        return job
+    spec = replace(info.spec, seed=later_seed(entry["seed"], int(is_next)))
+    return replace(job, info=replace(info, spec=spec, attempt=said["attempt"] + is_next))
 
 
 @dataclass(frozen=True, slots=True)

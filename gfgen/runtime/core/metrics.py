@@ -72,12 +72,13 @@ class Summary:
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
     num_cancelled: int = 0
+    num_dropped: int = 0
     failures: tuple[str, ...] = ()
     """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
 
     @property
     def num_jobs(self) -> int:
-        num_ended = self.num_done + self.num_failed + self.num_cancelled + self.num_skipped
+        num_ended = self.num_done + self.num_dropped + self.num_failed + self.num_cancelled + self.num_skipped
         return num_ended + self.num_unfinished
 
     @property
@@ -154,6 +155,7 @@ class Summary:
         return {
             "jobs": {
                 "done": self.num_done,
+                "dropped": self.num_dropped,
                 "failed": self.num_failed,
                 "cancelled": self.num_cancelled,
                 "skipped": self.num_skipped,
@@ -186,6 +188,7 @@ class Summary:
 
     def _counts(self) -> str:
         counts = {
+            "dropped": self.num_dropped,
             "failed": self.num_failed,
             "cancelled": self.num_cancelled,
             "unfinished": self.num_unfinished,

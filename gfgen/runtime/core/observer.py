@@ -35,6 +35,8 @@ class JobInfo:
     """The job file, as the manifest names it (ownership.py); None for a job without one."""
     warnings: tuple[Warned, ...] = ()
     """What in it does not act as written (effects.py)."""
+    attempt: int = 1
+    """Later ones have other seeds, because a filter wanted them (`--keep-if`)."""
 
     @property
     def job_id(self) -> str:
@@ -100,6 +102,8 @@ class JobOutcome:
     """Why a policy had steps approximated; None if none did."""
     batch: int = 1
     """The most jobs, this one included, that a step of it was computed with."""
+    entry: dict[str, Any] = field(default_factory=dict)
+    """Its line in the manifest, if it has one."""
 
     @property
     def job_id(self) -> str:

@@ -152,9 +152,11 @@ def arrivals(path: Path, *, forced_from: int | None = None) -> Iterator[tuple[fl
 
 
 def left_ids(path: Path, lines: Mapping[str, ManifestLine], *, since: float = 0.0) -> set[str]:
-    """Jobs of a journal's runs, from this Unix time on, that have not ended; `lines` are the manifest's."""
+    """Jobs of a journal's runs, from this Unix time on, that have not ended, and those that a filter wants
+    again; `lines` are the manifest's."""
+    again = {job_id for job_id, line in lines.items() if line.get("status") == "again"}
     arrived = {each["job_id"]: at for at, each in arrivals(path) if at > since - 0.01}
-    return {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
+    return again | {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
 
 
 def num_waiting(path: Path, lines: Mapping[str, ManifestLine]) -> int:

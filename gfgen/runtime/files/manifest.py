@@ -62,6 +62,7 @@ class ManifestWriter(Observer):
             entry[SIMULATED] = True
         elif (found := self._made_with(outcome.info)) is not None:
             entry["made_with"] = dict(found)
+        outcome.entry = entry
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         if outcome.written is not None:
             self._written += outcome.file_names
@@ -116,6 +117,8 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     }
     if outcome.peak_bytes is not None:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
+    if info.attempt > 1:
+        entry["filter"] = {"attempt": info.attempt}
     if outcome.batch > 1:
         entry["batch"] = outcome.batch
     given = {name: getattr(spec, name) for name in ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse")}
@@ -195,9 +198,12 @@ def check_own(path: Path) -> None:
 
 
 def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool:
-    """Whether `entry` says done with this spec hash and names, and the files are there in their sizes."""
-    if entry is None or entry.get("status") != "done" or entry.get(SIMULATED):
+    """Whether `entry` says done with this spec hash and names, and the files are there in their sizes; or it
+    has this hash, and a filter has dropped them."""
+    if entry is None or entry.get("status") not in ("done", "dropped") or entry.get(SIMULATED):
         return False
+    if entry["status"] == "dropped":
+        return bool(entry.get("spec_hash") == info.spec_hash)
     files = of_each_file(entry)
     numbered = [numbered_name(info.file, number) for number in range(1, len(files) + 1)]
     names = [file.get("file") for file in files]

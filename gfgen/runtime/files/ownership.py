@@ -17,14 +17,14 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from gfgen.errors import Problem
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
 from gfgen.job.spec import FRAME, RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name, of_frames
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.core.admission import AdmittedJob, with_attempt
+from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
@@ -157,12 +157,23 @@ class Claims:
     """With `force`: bytes of the manifest when the runs of this --force began."""
 
     @functools.cached_property
-    def entries(self) -> Mapping[str, ManifestLine]:
+    def entries(self) -> dict[str, ManifestLine]:
         return read_manifest(self.output_dir / MANIFEST_NAME)
 
+    def outcome(self, job: AdmittedJob) -> JobOutcome:
+        """That of a job whose files the folder already has, or a filter has dropped."""
+        entry = self.entries[job.job_id]
+        error = "a filter has dropped it" if entry["status"] == "dropped" else None
+        files = of_each_file(entry) if "outputs" in entry else []
+        named = [(PurePath(each["file"]).name, each["size_bytes"], each["sha256"]) for each in files]
+        return JobOutcome(job.info, "skipped", error=error, files=tuple(named), entry=entry)
+
+    def _named(self, jobs: Sequence[AdmittedJob]) -> Sequence[AdmittedJob]:
+        jobs = [with_attempt(job, self.entries.get(job.job_id, {})) for job in jobs]
+        return with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
+
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
-        named = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
-        infos, folder = [job.info for job in named], self.output_dir
+        infos, folder = [job.info for job in self._named(jobs)], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
         self.done_ids |= {
             each.job_id for each in infos if is_finished(each, entries.get(each.job_id), folder)
@@ -174,6 +185,7 @@ class Claims:
         before = [header.get("forced_from") for header in headers(self.output_dir / JOURNAL_NAME)]
         self.forced_from = before[-1] if before else None
         lines = {} if self.forced_from is None else read_manifest(path, start=self.forced_from)
+        lines = {job_id: line for job_id, line in lines.items() if line.get("status") != "again"}
         has_ended = (lines.get(info.job_id, {}).get("spec_hash") == info.spec_hash for info in infos)
         if self.forced_from is None or all(has_ended):
             self.forced_from = path.stat().st_size if path.exists() else 0
@@ -182,7 +194,7 @@ class Claims:
 
     def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        jobs = with_names(jobs, output_dir=self.output_dir, named_at=self.named_at)
+        jobs = self._named(jobs)
         if self.only_failed:
             jobs = [job for job in jobs if self.entries.get(job.job_id, {}).get("status") == "failed"]
             if not jobs:
@@ -213,7 +225,8 @@ class Claims:
         if entry.get("spec_hash") != job.info.spec_hash or not has_name:
             return "changed", ""
         if entry.get("status") != "done":
-            return "again", "it failed" if entry.get("status") == "failed" else "it was cancelled"
+            reasons = {"failed": "it failed", "again": "a filter wants another seed"}
+            return "again", reasons.get(str(entry.get("status")), "it was cancelled")
         if not all((self.output_dir / str(each["file"])).exists() for each in of_each_file(entry)):
             return "again", "its file is gone"
         return "again", "--force" if self.force else "its file has changed"
