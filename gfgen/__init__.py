@@ -4,8 +4,7 @@ import gfgen
 for result in gfgen.generate(["a red fox", "a blue whale"], steps=8, seed=1):
     result.image.save(f"{result.job.id}.png")
 
-Errors are in `gfgen.errors`; what a policy sees and decides is in `gfgen.snapshot` and `gfgen.layout`.
-docs/python.md has the rest.
+Errors are in `gfgen.errors`; a policy uses `gfgen.snapshot` and `gfgen.layout`; docs/python.md has the rest.
 """
 
 TYPE_CHECKING = False
@@ -18,11 +17,12 @@ __all__ = ["Session", "check", "errors", "generate", "plan"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in (*__all__, "Result"):
+    if name not in (*__all__, "Result", "ray"):
         raise AttributeError(f"module 'gfgen' has no attribute {name!r}")
-    from gfgen import api, errors
+    from importlib import import_module
 
-    return errors if name == "errors" else vars(api)[name]
+    module = import_module(f"gfgen.{name if name in ('errors', 'ray') else 'api'}")
+    return vars(module).get(name, module)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import queue
+import re
 import secrets
 import shutil
 import sys
@@ -37,6 +38,7 @@ from gfgen.job.shared import check_defaults
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import policy_of
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.lock import hold_folder, holder_of
 from gfgen.session import hosted
 from gfgen.session.feed import Cancel, Ended, Gone, Process
 from gfgen.session.ranks import AskedRanks
@@ -47,6 +49,27 @@ logger = logging.getLogger(__name__)
 Jobs = str | os.PathLike[str] | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 _RANKS = tuple(each.name for each in fields(AskedRanks))
 _OPTIONS = ("model", "gpus", "policy", "output_dir", "batch", *_RANKS)
+_ARGUMENTS = {"output": "output_dir", "profile": "profile_path", "by": "by", "at": "at"}
+
+
+def _name_arguments(error: GfgenError | None) -> None:
+    """Let the error name arguments in place of options of commands."""
+
+    def argument(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return _ARGUMENTS.get(name, name if name in _OPTIONS else found[0])
+
+    if error is not None:
+        error.args = tuple([re.sub("--([a-z-]+)", argument, str(each)) for each in error.args])
+
+
+@contextlib.contextmanager
+def _naming_arguments() -> Iterator[None]:
+    try:
+        yield
+    except GfgenError as error:
+        _name_arguments(error)
+        raise
 
 
 def generate(jobs: Jobs, **defaults: Any) -> Iterator[Result]:
@@ -60,7 +83,7 @@ def generate(jobs: Jobs, **defaults: Any) -> Iterator[Result]:
     is not made again, and what was stopped goes on. A failed job is a result with `error`.
     Raises: JobFileError with all problems; other errors of `gfgen.errors`.
     """
-    options, source = _told(jobs, defaults)
+    options, source = told(jobs, defaults)
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     run = _Run(options, source, heard.put)
     try:
@@ -205,12 +228,13 @@ class Session:
             future.set_result(result)
 
 
+@_naming_arguments()
 def check(jobs: Jobs, **defaults: Any) -> Report:
     """What `gfgen check` prints, as an object: print(report), report.found.problems, report.as_json().
 
     jobs, defaults: as of `generate`; without `output_dir` as if in an empty folder.
     """
-    options, source = _told(jobs, defaults)
+    options, source = told(jobs, defaults)
     ranks, gpus = _ranks(options), options.get("gpus")
     nowhere = Path(tempfile.gettempdir(), f"gfgen-{secrets.token_hex(8)}")
     asked = RunOptions(
@@ -225,6 +249,7 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
     return report(source, asked)
 
 
+@_naming_arguments()
 def plan(jobs: Jobs, *, ranks: int | Sequence[int] | None = None, **defaults: Any) -> FoundPlan:
     """What `gfgen plan` prints, as an object: print(found), found.plan, found.as_json().
 
@@ -245,7 +270,7 @@ def plan(jobs: Jobs, *, ranks: int | Sequence[int] | None = None, **defaults: An
     return planned(_source(jobs, defaults), given)
 
 
-def _told(jobs: Jobs, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], JobSource]:
+def told(jobs: Jobs, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], JobSource]:
     """Options of a session, and the jobs with the other defaults."""
     own = {name: value for name, value in defaults.items() if name in _OPTIONS}
     return own, _source(jobs, {name: value for name, value in defaults.items() if name not in own})
@@ -320,11 +345,19 @@ class _Run:
             log_level=names[min(3, max(0, level // 10 - 1))],
         )
         _pickled(setup, pickle.dumps)
-        self._folder = Path(given or tempfile.mkdtemp(prefix="gfgen-"))
-        if not self._is_kept:
-            self._stack.callback(weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True))
+        if given is not None:
+            self._folder = Path(given)
+        else:
+            self._folder = self._stack.enter_context(_temporary_folder()) / "files"
+            made = self._folder.parent
+            self._stack.callback(weakref.finalize(self, shutil.rmtree, made, ignore_errors=True))
         setup = replace(setup, options={**setup.options, "output_dir": self._folder})
-        self.process = Process("gfgen.session.hosted", setup, heard)
+
+        def hear(message: Any) -> None:
+            _name_arguments(getattr(message, "error", None))
+            heard(message)
+
+        self.process = Process("gfgen.session.hosted", setup, hear)
 
     def result(self, outcome: JobOutcome) -> Result:
         found = result_of(outcome, self._folder)
@@ -338,6 +371,17 @@ class _Run:
     def close(self) -> None:
         self.process.close()
         self._stack.close()
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A new one, which this process locks; those of dead processes are removed."""
+    for old in Path(tempfile.gettempdir()).glob("gfgen-session-*"):
+        if holder_of(old) is None:
+            shutil.rmtree(old, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix="gfgen-new-"))
+    with hold_folder(made):
+        yield made.rename(made.with_name(made.name.replace("new", "session", 1)))
 
 
 def _dumps_by_value(policy: object) -> bytes:

@@ -155,6 +155,30 @@ def test_an_option_that_does_not_exist_is_named() -> None:
         gfgen.Session().submit(prompt="a")
 
 
+def test_errors_name_arguments_in_place_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "--gpus 9: none; raise --ranks-per-gpu or --output, not --until, at 3--4"
+    monkeypatch.setattr(api, "Process", DeadProcess(feed.Gone(errors.InputError(said))))
+    with pytest.raises(errors.InputError) as raised:
+        next(gfgen.generate(["a"]))
+    assert str(raised.value) == "gpus 9: none; raise ranks_per_gpu or output_dir, not --until, at 3--4"
+    for call in (gfgen.check, gfgen.plan):
+        with pytest.raises(errors.PolicyError, match=r"^policy strf: unknown; did you mean srtf"):
+            call(["a"], policy="strf")
+
+
+def test_the_folder_of_a_killed_program_is_removed_by_the_next_one(temporary: Path) -> None:
+    code = "import os; from gfgen import api; made = api._temporary_folder(); next(made.gen); "
+    code += "os.kill(os.getpid(), 9)"
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == -9
+    (left,) = temporary.iterdir()
+    (left / "a.png").write_bytes(b"of the killed one")
+    home = temporary / "gfgen-home-7"
+    home.mkdir()
+    with api._temporary_folder() as first, api._temporary_folder() as second:
+        assert set(temporary.iterdir()) == {home, first, second}
+
+
 def test_every_error_passes_between_processes() -> None:
     problem = errors.Problem(3, "steps", "0", "1 at least")
     for error in (
@@ -291,7 +315,9 @@ def test_values_of_classes_of_the_program_arrive_as_plain_ones(
 
 def test_a_second_job_with_an_id_is_not_told_of_options_of_the_command(tmp_path: Path) -> None:
     with gfgen.Session(**HERE, output_dir=tmp_path) as session:
-        session.submit(id="y", prompt="a", **SMALL).result(60)
+        made = session.submit(id="y", prompt="a", **SMALL).result(60)
+        again = session.submit(id="y", prompt="a", **SMALL).result(60)
+        assert (again.files, again.seconds, made.seconds > 0) == (made.files, 0.0, True), "it is done"
         with pytest.raises(errors.JobFileError) as raised:
             session.submit(id="y", prompt="b", **SMALL).result(60)
     said = "y.png: is there already: job y of a program made it; move it away, or name another output"

@@ -70,6 +70,7 @@ ORDER = [
     "gfgen.cli.shown",
     "gfgen.cli",
     "gfgen.api",
+    "gfgen.ray",
     "gfgen.__main__",
 ]
 """Packages and single modules. Each imports itself and what stands before it."""

@@ -110,6 +110,7 @@ class ProgramFeed(Feed):
 
     def admit(self, source: JobSource, attempt: int) -> Sequence[AdmittedJob]:
         """The jobs that are to run; those that the folder has end here. Raises: JobFileError."""
+        self._claims.done_ids.clear()
         jobs, _ = jobs_to_run(judge(source, self.admission, claims=self._claims, is_whole=attempt == 0))
         self._attempts |= {job.job_id: attempt for job in jobs}
         for job in jobs:
@@ -141,6 +142,8 @@ class ProgramFeed(Feed):
 
     def ended(self, outcome: JobOutcome) -> None:
         self._steps.pop(outcome.info.job_id, None)
+        if outcome.entry:
+            self._claims.entries[outcome.job_id] = outcome.entry
         super().ended(outcome)
 
 

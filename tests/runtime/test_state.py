@@ -595,6 +595,13 @@ def test_the_first_signal_tells_what_happens_now_and_what_a_second_one_does(capl
     assert f"stopping after the running tasks; {again} to stop at once" in caplog.text
 
 
+def test_a_run_without_grace_announces_no_second_signal(caplog):
+    cluster = Cluster(make_job("a"))
+    cluster.state.closing.grace_s = 0.0
+    cluster.state.apply(events.StopRequested(0.0, signal.SIGTERM))
+    assert "stopping" not in caplog.text
+
+
 def test_a_second_signal_does_not_wait():
     cluster = Cluster(make_job("a"))
     cluster.begin("a", 0, 0)

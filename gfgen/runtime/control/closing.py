@@ -104,7 +104,7 @@ class Closing:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal, self.is_stopping = signal_number, True
         again = "press again" if signal_number == signal.SIGINT else "a second signal"
-        if self._records:
+        if self._records and self.grace_s > 0:
             logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def note(self, cost_class: CostClass, degrees: Degrees) -> None:
