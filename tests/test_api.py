@@ -22,8 +22,10 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
 from PIL import Image
 from process_tree import descendants_of
 
@@ -512,10 +514,21 @@ def snippets() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(snippets())))
-def test_the_snippets_of_the_documentation_run(tmp_path: Path, number: int) -> None:
+def test_a_notebook_runs_the_snippets_of_the_documentation_and_shows_pictures_and_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a model and devices that are here."""
     ours = 'model="shapes", device="cpu", ranks=1'
-    code = re.sub(r'model="[\w.-]+"(, gpus=\[[\d, ]+\])?', ours, snippets()[number])
-    code = code.replace(f"{ours}, ranks=[", 'model="shapes", ranks=[')  # a plan is for any device
-    python("-W", "error", "-c", code, cwd=tmp_path)
+    cells = [re.sub(r'model="[\w.-]+"(, gpus=\[[\d, ]+\])?', ours, each) for each in snippets()]
+    cells = [
+        each.replace(f"{ours}, ranks=[", 'model="shapes", ranks=[') for each in cells
+    ]  # a plan is for any
+    made = f'gfgen.generate(jobs, {ours}, output_dir="outputs/animals")'
+    cells.insert(2, f"for result in {made}: display(result)")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output["data"]["text/html"] for output in notebook.cells[2].outputs]
+    kinds = {re.sub(r"<p><(img|video).* src=\"data:([a-z0-9/]+);base64,.*", r"\1 \2", each) for each in shown}
+    assert kinds == {"img image/png", "video video/mp4"}
+    assert (tmp_path / "outputs/animals/manifest.jsonl").exists()
