@@ -166,6 +166,8 @@ def run(given: Arguments) -> int:
                     with session.signals.interrupting("--keep-if was loaded; nothing was started"):
                         options.keep_if.begin(admitted, claims)
                 summary = run_jobs(session, admitted, options, done=claims.done_ids)
+                if options.keep_if is not None:
+                    summary = options.keep_if.counted(summary)
     _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
     _report(summary, options)
     num_left = 0 if options.keep_if is None else options.keep_if.num_failed
@@ -245,8 +247,7 @@ def run_jobs(
             logger.info("running %s again with the next seed", counted(len(wanted), "job"))
         failed = _FailedJobs()
         summary = _run(session, again, replace(options, trace=None), watchers=[failed], before=summary)
-    summary = replace(summary, num_unfinished=summary.num_unfinished + num_left)
-    return summary if options.keep_if is None else options.keep_if.counted(summary)
+    return replace(summary, num_unfinished=summary.num_unfinished + num_left)
 
 
 def _wanted_again(session: Session, options: RunOptions, summary: Summary) -> Sequence[AdmittedJob]:

@@ -211,7 +211,8 @@ class FileHook(Afterwards):
 
     def finish(self, *, is_stopped: bool) -> None:
         """Wait for the commands of all finished jobs, or of a stopped run for the one that runs."""
-        num_left = self.skip() if is_stopped else 0
+        self._is_over = is_stopped
+        num_left = self._todo.qsize() if is_stopped else 0
         self.wait()
         if num_left:
             logger.warning(

@@ -56,11 +56,6 @@ class Afterwards(Observer):
             logger.info("waiting for %s of %s", self._option, counted(num_left, "job"))
         self._todo.join()
 
-    def skip(self) -> int:
-        """Take no more; the number of those that are left, without the present one."""
-        self._is_over = True
-        return self._todo.qsize()
-
     def take(self, outcome: JobOutcome) -> None:
         raise NotImplementedError
 
@@ -107,7 +102,7 @@ class Filter(Afterwards):
     def finish(self) -> None:
         """End the process, whatever it does."""
         num_left = self._todo.unfinished_tasks + self.num_failed
-        self.skip()
+        self._is_over = True
         if (process := self._process) is not None:
             process.close()
         if num_left:
@@ -115,26 +110,28 @@ class Filter(Afterwards):
             logger.warning("--keep-if has not judged %s: run the same command again to go on", results)
 
     def counted(self, summary: Summary) -> Summary:
-        """The summary without the results of its run that are not kept."""
+        """The summary without the results that are not kept."""
+        before = self._counts["skipped", "drop"] + self._counts["skipped", "again"]
         num_dropped, num_again = self._counts["done", "drop"], self._counts["done", "again"]
-        return replace(summary, num_done=summary.num_done - num_dropped - num_again, num_dropped=num_dropped)
+        return replace(
+            summary,
+            num_done=summary.num_done - num_dropped - num_again,
+            num_skipped=summary.num_skipped - before,
+            num_dropped=num_dropped + self._counts["skipped", "drop"],
+        )
 
     def take(self, outcome: JobOutcome) -> None:
         try:
-            self._settle(outcome, self._judge(outcome))
+            process = self._process or self._load()
+            process.send(result_of(outcome, self._folder))
+            verdict = self._answer(self._limit_s)
+            if "error" in verdict:
+                raise RunError(verdict["error"])
+            self._settle(outcome, verdict)
         except (GfgenError, OSError) as error:
             if not self.num_failed and not self._is_over:
                 logger.error("--keep-if failed for job %s, whose result stays: %s", outcome.job_id, error)
             self.num_failed += 1
-
-    def _judge(self, outcome: JobOutcome) -> dict[str, Any]:
-        """Decision and score. Raises: GfgenError."""
-        process = self._process or self._load()
-        process.send(result_of(outcome, self._folder))
-        verdict: dict[str, Any] = self._answer(self._limit_s)
-        if "error" in verdict:
-            raise RunError(verdict["error"])
-        return verdict
 
     def _load(self) -> Process:
         self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()

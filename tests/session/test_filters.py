@@ -64,6 +64,10 @@ def claims(folder: Path) -> Claims:
     return Claims(output_dir=folder, job_file="-")
 
 
+def owned_as_done(folder: Path, job: AdmittedJob) -> bool:
+    return job.job_id in claims(folder).done([job])
+
+
 class Judged:
     """A filter and the manifest of its run."""
 
@@ -118,6 +122,23 @@ def test_results_are_kept_dropped_or_made_again_with_the_next_seed(folder: Path,
     assert (later.spec.seed, lines(folder)["again"]["seed"]) == (9, 8)
 
 
+def test_all_files_of_a_job_with_several_go(folder: Path, judge: Judged) -> None:
+    (job,) = jobs_of("dropped")
+    judge.filter.begin([job], claims(folder))
+    files = [folder / f"dropped-{number}.png" for number in (1, 2)]
+    for file in files:
+        file.write_bytes(b"dropped")
+    content = content_of(files[0])
+    named = tuple((file.name, content.size_bytes, content.sha256) for file in files)
+    outcome = JobOutcome(job.info, "done", written=content, files=named)
+    judge.manifest.ended(outcome)
+    judge.filter.ended(outcome)
+    assert judge.filter.again() == []
+    assert not any(file.exists() for file in files)
+    assert "outputs" not in lines(folder)["dropped"]
+    assert owned_as_done(folder, job)
+
+
 def test_what_a_filter_fails_on_stays_and_is_judged_by_the_next_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,14 +155,17 @@ def test_what_a_filter_fails_on_stays_and_is_judged_by_the_next_run(
     ]
     assert lines(folder)["kept"]["filter"]["decision"] == "keep"
 
-    (folder / "mine.py").write_text(FILTER.replace('raise ValueError("no score")', "return True"))
-    owned = claims(folder)
-    owned.done(jobs[:1])
-    judge = Judged(folder)
+    later = FILTER.replace('raise ValueError("no score")', "return True").replace(
+        "time.sleep(600)", "return False"
+    )
+    (folder / "mine.py").write_text(later)
+    owned, judge = claims(folder), Judged(folder)
+    owned.done([jobs[0], jobs[1], jobs[3]])
     judge.filter.begin(jobs, owned)
     assert judge.filter.again() == []
-    assert lines(folder)["raises"]["filter"]["decision"] == "keep"
-    assert judge.kept.outcomes[0].status == "done"
+    assert [lines(folder)[name]["filter"]["decision"] for name in ("raises", "slow")] == ["keep", "drop"]
+    assert judge.filter.counted(Summary(num_skipped=3)) == Summary(num_skipped=2, num_dropped=1)
+    assert [(each.job_id, each.status) for each in judge.kept.outcomes] == [("raises", "done")]
     judge.filter.finish()
 
 
