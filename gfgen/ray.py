@@ -1,24 +1,14 @@
-"""A stage of Ray Data that makes a picture or video of each row, in actors (docs/python.md).
-
-ds.map_batches(
-    gfgen.ray.Generate,
-    fn_constructor_kwargs=dict(model="qwen-image", steps=8, columns={"prompt": "caption", "id": "key"}),
-    batch_size=64,
-    num_gpus=1,
-    concurrency=8,
-)
-"""
+"""A stage of Ray Data that makes a picture or video of each row, in actors (docs/cluster.md)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gfgen.api import Session, told
 from gfgen.errors import InputError, RunError, WorkerError
 from gfgen.job.fields import FIELDS
-from gfgen.session.result import Result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,21 +35,19 @@ class Generate:
         columns = self._columns or {name: name for name in batch if name in FIELDS}
         rows = zip(*(batch[column].tolist() for column in columns.values()), strict=True)
         futures = [self._session.submit(**self._fields_of(zip(columns, row, strict=True))) for row in rows]
-        added = np.empty((len(futures), 2), object)
+        images, errors = np.empty((2, len(futures)), object)
         for number, future in enumerate(futures):
-            added[number] = _content(future)
-        return {**batch, "image": added[:, 0], "error": added[:, 1]}
+            try:
+                images[number] = future.result().files[0]
+            except WorkerError:
+                raise
+            except (InputError, RunError) as error:
+                errors[number] = str(error)
+        return {**batch, "image": images, "error": errors}
 
     def _fields_of(self, row: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        """Ids as texts; None and NaN are no values."""
-        given = {name: str(value) if name == "id" else value for name, value in row if value == value}
-        return {**self._fields, **{name: value for name, value in given.items() if value is not None}}
-
-
-def _content(future: Future[Result]) -> tuple[bytes | None, str | None]:
-    try:
-        return future.result().files[0], None
-    except WorkerError:
-        raise
-    except (InputError, RunError) as error:
-        return None, str(error)
+        fields = dict(self._fields)
+        for name, value in row:
+            if value is not None and not (isinstance(value, float) and math.isnan(value)):
+                fields[name] = str(value) if name == "id" else value
+        return fields

@@ -66,7 +66,7 @@ def test_the_end_of_the_process_fails_the_stage(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(api, "Process", Gone)
     stage = gfgen.ray.Generate(device="cpu", steps=3)
     with pytest.raises(errors.WorkerError, match="its process was killed"):
-        stage({"prompt": np.array(["a"]), "other": np.array([1])})
+        stage({"prompt": np.array(["a"]), "other": np.array([1]), "id": np.array([None])})
     with pytest.raises(KeyError, match="caption"):
         gfgen.ray.Generate(columns={"prompt": "caption"})({"prompt": np.array(["a"])})
     with pytest.raises(errors.JobFileError, match="stpes: not a field"):
