@@ -209,6 +209,9 @@ def test_a_forced_run_that_is_stopped_goes_on_with_what_a_filter_wants_again(
     owned = replace(claims(folder), force=True)
     assert owned.done(jobs) == {"kept"}
     assert owned.forced_from == 0
+    owned.entries["kept"]["status"] = "dropped"
+    owned.done_ids.clear()
+    assert owned.status(jobs[0]) == ("again", "--force")
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ class Claims:
         if entry.get("spec_hash") != job.info.spec_hash or not has_name:
             return "changed", ""
         if entry.get("status") != "done":
-            reasons = {"failed": "it failed", "again": "a filter wants another seed"}
+            reasons = {"failed": "it failed", "again": "a filter wants another seed", "dropped": "--force"}
             return "again", reasons.get(str(entry.get("status")), "it was cancelled")
         if not all((self.output_dir / str(each["file"])).exists() for each in of_each_file(entry)):
             return "again", "its file is gone"
