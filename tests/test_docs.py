@@ -1,25 +1,29 @@
 """What the documents say is so."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 from builders import make_job, simulate
 
 ROOT = Path(__file__).parent.parent
+TABLES = runpy.run_path(str(ROOT / "docs/tables.py"))
 FOLDERS = ("*.md", "docs/*.md", "benchmarks/**/*.md", "gfgen/**/*.md")
 DOCUMENTS = [path for pattern in FOLDERS for path in ROOT.glob(pattern)]
 
 
-def test_the_example_policy_in_the_docs_is_the_one_in_the_folder():
-    code = (ROOT / "docs/examples/shortest_first.py").read_text()
-    assert f"```python\n{code}```" in (ROOT / "docs/policies.md").read_text()
+def test_every_example_is_linked_from_a_page():
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/*.md"))
+    examples = ("Caddyfile", "*.conf", "gfgen-*", "shortest_first.py")
+    names = [path.name for pattern in examples for path in ROOT.glob(f"docs/examples/{pattern}")]
+    assert [name for name in names if f"examples/{name}" not in pages] == []
 
 
-@pytest.mark.parametrize("unit", sorted(path.name for path in ROOT.glob("docs/examples/gfgen-*")))
-def test_the_systemd_units_in_the_docs_are_those_in_the_folder(unit):
-    document = "docs/serving.md" if unit == "gfgen-serve.service" else "docs/cron.md"
-    assert f"```ini\n{(ROOT / 'docs/examples' / unit).read_text()}```" in (ROOT / document).read_text()
+def test_the_tables_of_the_pages_are_those_that_the_code_gives():
+    """Else run `.venv/bin/python docs/tables.py`."""
+    for page in ROOT.glob("docs/*.md"):
+        assert page.read_text() == TABLES["with_tables"](page.read_text()), page
 
 
 def test_the_example_policy_finishes_a_batch():
@@ -37,10 +41,19 @@ def test_the_example_policy_lets_a_long_job_wait_for_as_long_as_it_is_told(patie
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+def test_links_lead_somewhere(document):
+    for target, part in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", document.read_text()):
         if not target.startswith("http"):
-            assert (document.parent / target).exists(), target
+            path = document.parent / target if target else document
+            assert path.exists(), target
+            assert not part or part in anchors(path), f"{target}#{part}"
+
+
+def anchors(document: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
