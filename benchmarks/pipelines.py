@@ -55,7 +55,7 @@ class Result:
 
 def check(name: str) -> Result:
     """Step one pipeline."""
-    from benchmarks.small_pipelines import CannotBuildError, small_calls
+    from small_pipelines import CannotBuildError, small_calls
 
     start_s = time.monotonic()
     try:
@@ -70,7 +70,8 @@ def check(name: str) -> Result:
 
 def _check_call(name: str, args: Mapping[str, Any]) -> Result:
     """One call in steps, and as a whole."""
-    from benchmarks.small_pipelines import CannotBuildError, small_pipeline
+    from small_pipelines import CannotBuildError, small_pipeline
+
     from gfgen.models.geometry.call import signature_of
     from gfgen.models.stepping.check import difference, stepped_call, whole_call
     from gfgen.models.stepping.program import NotSteppableError
@@ -139,7 +140,7 @@ def main() -> None:
         DOCS.write_text(f"{start}{table(results)}{end}")
         return
     _quiet()
-    from benchmarks.small_pipelines import pipeline_names
+    from small_pipelines import pipeline_names
 
     names = [name for name in pipeline_names() if re.search(options.only, name)]
     results = []

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from pipeline_runs import POLICY, end, has_frames, job_of, own_frames, start, wait_until_partway
+from small_checkpoints import save_checkpoints
 
-from benchmarks.small_checkpoints import save_checkpoints
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 from gfgen.runtime.files.outputs import read_metadata

@@ -1,6 +1,6 @@
 """Checkpoints of small pipelines of the real classes with random weights, made offline.
 
-    python -m benchmarks.small_checkpoints DIR [NAME...]
+    PYTHONPATH=tests python -m small_checkpoints DIR [NAME...]
 
 Text encoders and tokenizers are of the pipelines' own classes, too, so that they can be saved and loaded.
 """
@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, pre_tokenizers
-
-from benchmarks.small_pipelines import (
+from small_pipelines import (
     WIDTH,
     CannotBuildError,
     SmallEncoder,
@@ -28,6 +26,8 @@ from benchmarks.small_pipelines import (
     small_pipeline,
     small_tokenizer,
 )
+from tokenizers import AddedToken, pre_tokenizers
+
 from gfgen.models.loading.components import without_progress_bars
 from gfgen.models.loading.random_weights import qwen_tokenizer, t5_tokenizer
 
