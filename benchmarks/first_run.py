@@ -286,10 +286,13 @@ def _least_work(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> float:
     work: defaultdict[int | None, float] = defaultdict(float)
     for task in tasks:
         work[task.dispatch] += task.duration_s
-    found: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     degrees = Counter(task.dispatch for task in tasks)
     for task in {task.dispatch: task for task in tasks}.values():
-        found[task.stage, shape_of[task.job_id]][degrees[task.dispatch]].append(work[task.dispatch])
+        alike = found.setdefault((task.stage, shape_of[task.job_id]), defaultdict(list))
+        alike[degrees[task.dispatch]].append(work[task.dispatch])
     return sum(
         sum(map(len, each.values())) * min(map(statistics.median, each.values())) for each in found.values()
     )
