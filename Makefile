@@ -15,7 +15,7 @@ run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and video
 test: check  ## everything that CI runs
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # files that start workers come first
 
-test-gpu:  ## the tests marked gpu, without network, in nine minutes a call (docs/gpu-tests.md)
+test-gpu:  ## the tests marked gpu, without network, in nine minutes a call (CONTRIBUTING.md)
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	$(GPU_PYTHON) tests/on_gpus.py --ranks-per-gpu $(RANKS_PER_GPU) $(GPU_TESTS)
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from PIL import Image
+from small_checkpoints import save_checkpoint
+from small_pipelines import SIDE
 
-from benchmarks.small_checkpoints import save_checkpoint
-from benchmarks.small_pipelines import SIDE
 from gfgen.errors import JobError, ModelError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter

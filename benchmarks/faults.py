@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import click
+from fault_plan import FaultKind
+from fault_schedules import Fleet, ScheduleResult, make_schedule, run_schedule
 
 from gfgen import log
 from gfgen.cli.options import FiniteRange
 from gfgen.system.machine import cpu_name
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
-from fault_plan import FaultKind
-from fault_schedules import Fleet, ScheduleResult, make_schedule, run_schedule
 
 
 def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[ScheduleResult]:

@@ -3,6 +3,7 @@
     python -m benchmarks.first_run make-jobs mixed -n 40 --seed 91 --to jobs40.jsonl
     python -m benchmarks.first_run run jobs40.jsonl --count 3 --to found.jsonl --limit 560 -- --ranks 4
     python -m benchmarks.first_run replicas jobs40.jsonl --orders file,deadline --to found.jsonl
+    python -m benchmarks.first_run make-jobs night --seed 17 --steps 10 --to night60.jsonl
     python -m benchmarks.first_run table found.jsonl
 
 To try it out anywhere: `make-jobs --tiny`, `run ... -- --device cpu --ranks 2`, `replicas --device cpu`.
@@ -12,7 +13,9 @@ the job alone on one rank, by the shipped profile. `run` calls `gfgen run --rand
 pairs, each with a folder of caches (gfgen's, Triton's, Inductor's, CUDA's) that is empty in the first run and
 kept for the second. `filled` is an empty folder after `gfgen cache fill`. Times come from trace, journal and
 log; latencies and deadlines count from the start of the first task. Each run appends its line to `--to`
-when it ends, so that a call may be cut off.
+when it ends, so that a call may be cut off. Jobs of `night` are all there at the start, a fifth with a
+deadline of 3 to 8 times the job alone. `bound_s` is the work of all tasks, each
+at the degree that took the fewest rank-seconds in this run, over the ranks, and the shortest write.
 """
 
 from __future__ import annotations
@@ -62,10 +65,13 @@ KINDS = {"q512": (512, 512, 1), "q1024": (1024, 1024, 1), "wan480": (832, 480, 4
 TINY_KINDS = {"q512": (64, 64, 1), "q1024": (96, 96, 1), "wan480": (64, 64, 5), "wan704": (96, 64, 9)}
 PRESETS: Mapping[str, Mapping[str, int]] = {
     "mixed": {"q512": 16, "q1024": 11, "wan480": 9, "wan704": 4},
+    "night": {"q512": 22, "q1024": 16, "wan480": 14, "wan704": 8},
     "ten": {"q1024": 4, "q512": 4, "wan480": 2},
     **{kind: {kind: 10} for kind in KINDS},
 }
 """Jobs of each kind; with another number of jobs, their shares."""
+NIGHT_SHARE = 0.2
+"""Of the jobs of `night` that have a deadline."""
 NUM_WORDS = (4, 100)
 WORDS = """a red fox in the snow under cold stars with soft light over old city street small boat on dark
 water bright lanterns at night river bridge wide view of mountain forest morning cloud golden sun"""
@@ -88,10 +94,12 @@ def make_jobs(asked: argparse.Namespace) -> None:
     prompts = [" ".join(rng.choices(WORDS.split(), k=rng.choice(lengths))) for _ in kinds]
     lines = [_line(asked, idx, *each) for idx, each in enumerate(zip(kinds, prompts, strict=True))]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    if asked.deadlines or asked.preset == "mixed":
+    is_night = asked.preset == "night"
+    if asked.deadlines or is_night or asked.preset == "mixed":
         least, most = map(float, (asked.deadlines or "3,8").split(","))
         for line, alone in zip(lines, alone_of(read_jobs(text)), strict=True):
-            line["deadline"] = f"{rng.uniform(least, most) * alone:.3f}s"
+            if not is_night or rng.random() < NIGHT_SHARE:
+                line["deadline"] = f"{rng.uniform(least, most) * alone:.3f}s"
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     asked.to.write_text(f"# python -m benchmarks.first_run {' '.join(sys.argv[1:])}\n{text}")
 
@@ -239,6 +247,7 @@ def measures(folder: Path, jobs: Sequence[AdmittedJob], *, began_at: float) -> R
     ended_s = {each.job_id: each.end_s for each in timeline.writes}
     origin_s, last_s = tasks[0].start_s, max(ended_s.values(), default=tasks[-1].end_s)
     start_s = journal[0]["started_at"] - began_at
+    loads_s = [each["load_s"] for each in journal if each.get("event") == "RankLoaded"]
     shape_of = {job.job_id: f"{job.spec.model} {job.shape.partition('+')[0]}" for job in jobs}
     return {
         "num_ranks": timeline.num_ranks,
@@ -247,9 +256,12 @@ def measures(folder: Path, jobs: Sequence[AdmittedJob], *, began_at: float) -> R
         "to_first_task_s": start_s + origin_s,
         "to_first_step_s": start_s + steps[0].start_s,
         "to_last_file_s": start_s + last_s,
-        "load_models_s": sum(each["load_s"] for each in journal if each.get("event") == "RankLoaded"),
+        "load_models_s": sum(loads_s),
+        "loads_s": loads_s,
         "num_shared": sum(number > 1 for number in Counter(each.dispatch for each in steps).values()),
         "busy": sum(each.duration_s for each in tasks) / timeline.num_ranks / (last_s - origin_s),
+        "bound_s": _least_work(tasks, shape_of) / timeline.num_ranks
+        + min((each.duration_s for each in timeline.writes), default=0.0),
         "first_decodes_s": _first_decodes(tasks, shape_of),
     }
 
@@ -267,6 +279,23 @@ def _from_log(path: Path, began_at: float) -> Record:
             if match := re.match(r"warmed up for .* in ([\d.]+) s", message):
                 found["warm_up_s"] += float(match[1])
     return found
+
+
+def _least_work(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> float:
+    """Rank-seconds of all tasks, each as cheap as the median of its stage and shape at the best degree."""
+    work: defaultdict[int | None, float] = defaultdict(float)
+    for task in tasks:
+        work[task.dispatch] += task.duration_s
+    found: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    degrees = Counter(task.dispatch for task in tasks)
+    for task in {task.dispatch: task for task in tasks}.values():
+        alike = found.setdefault((task.stage, shape_of[task.job_id]), defaultdict(list))
+        alike[degrees[task.dispatch]].append(work[task.dispatch])
+    return sum(
+        sum(map(len, each.values())) * min(map(statistics.median, each.values())) for each in found.values()
+    )
 
 
 def _first_decodes(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> dict[str, Sequence[float]]:
@@ -297,6 +326,7 @@ MEDIANS = {
     "load_models_s": "loads in the run",
     "num_shared": "shared steps",
     "busy": "busy",
+    "bound_s": "bound",
 }
 """Columns, by their key in records."""
 

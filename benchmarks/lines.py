@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from small_pipelines import CannotBuildError, pipeline_names, small_calls, small_pipeline
+
 from benchmarks.pipelines import MEMORY_BYTES, _quiet
-from benchmarks.small_pipelines import CannotBuildError, pipeline_names, small_calls, small_pipeline
 from gfgen.errors import JobError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import ImageReader

@@ -5,7 +5,7 @@ python -m benchmarks.pipelines --publish RESULTS
 
 Each pipeline runs in a process of its own. The call takes 5 steps, guidance, and every file argument that
 the pipeline has; its tasks alternate between two pipeline objects. --publish writes the results to
-gfgen/models/families/pipelines.json and to the table in docs/models.md.
+gfgen/models/families/pipelines.json and to the table in docs/pipelines.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 REGISTRY = Path(__file__).parents[1] / "gfgen/models/families/pipelines.json"
-DOCS = Path(__file__).parents[1] / "docs/models.md"
+DOCS = Path(__file__).parents[1] / "docs/pipelines.md"
 BEGIN, END = "<!-- python -m benchmarks.pipelines --publish writes this -->", "<!-- end -->"
 SEED = 7
 TIMEOUT_S = 60
@@ -55,7 +55,7 @@ class Result:
 
 def check(name: str) -> Result:
     """Step one pipeline."""
-    from benchmarks.small_pipelines import CannotBuildError, small_calls
+    from small_pipelines import CannotBuildError, small_calls
 
     start_s = time.monotonic()
     try:
@@ -70,7 +70,8 @@ def check(name: str) -> Result:
 
 def _check_call(name: str, args: Mapping[str, Any]) -> Result:
     """One call in steps, and as a whole."""
-    from benchmarks.small_pipelines import CannotBuildError, small_pipeline
+    from small_pipelines import CannotBuildError, small_pipeline
+
     from gfgen.models.geometry.call import signature_of
     from gfgen.models.stepping.check import difference, stepped_call, whole_call
     from gfgen.models.stepping.program import NotSteppableError
@@ -139,7 +140,7 @@ def main() -> None:
         DOCS.write_text(f"{start}{table(results)}{end}")
         return
     _quiet()
-    from benchmarks.small_pipelines import pipeline_names
+    from small_pipelines import pipeline_names
 
     names = [name for name in pipeline_names() if re.search(options.only, name)]
     results = []
@@ -181,7 +182,7 @@ def _in_registry(result: Result) -> list[str]:
 
 
 def table_in(text: str) -> tuple[str, str]:
-    """What stands before and behind the table in docs/models.md."""
+    """What stands before and behind the table in docs/pipelines.md."""
     start, _, rest = text.partition(BEGIN)
     _, _, end = rest.partition(END)
     return f"{start}{BEGIN}\n", f"\n{END}{end}"

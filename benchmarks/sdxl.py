@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from small_checkpoints import clip_tokenizer, save_checkpoint
 from transformers.initialization import no_init_weights
 
 from benchmarks.first_run import CACHES
-from benchmarks.small_checkpoints import clip_tokenizer, save_checkpoint
 from gfgen.cli.shown.timeline import read_timeline
 from gfgen.models.loading.random_weights import draw_weights
 

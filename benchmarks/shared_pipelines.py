@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from small_pipelines import CannotBuildError, pipeline_names, small_call, small_pipeline
 
 from benchmarks.shared_transformers import Ranks
-from benchmarks.small_pipelines import CannotBuildError, pipeline_names, small_call, small_pipeline
 from gfgen.errors import GfgenError, in_one_line
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields

@@ -1,4 +1,4 @@
-"""Which card runs what, as the planner predicts it: the tables of docs/which-card.md.
+"""Which card runs what, as the planner predicts it: the tables of docs/memory.md.
 
     python -m benchmarks.which_card
 

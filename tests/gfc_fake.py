@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import gfc_oracle as oracle
+import torch
 from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
@@ -39,7 +40,8 @@ class FakeCluster:
         """Runs a program on each rank of a layout; its results by slot."""
         descriptor = Descriptor(dispatch, layout, (1,) * layout.degree)
         groups = [self.group(descriptor, rank) for rank in layout.ranks]
-        with ThreadPoolExecutor(max_workers=layout.degree) as pool:
+        # A thread that has not asked may compute with more threads than were set, and round otherwise.
+        with ThreadPoolExecutor(layout.degree, initializer=torch.get_num_threads) as pool:
             return list(pool.map(program, groups))
 
     def share(self, key: object, *, slot: int, size: int, value: Any) -> list[Any]:

@@ -3,7 +3,7 @@
     python tests/on_gpus.py --ranks-per-gpu 2
     python tests/on_gpus.py --ranks-per-gpu 4 tests/gfc/test_cuda_device.py
 
-Needs no network; docs/gpu-tests.md names the packages. It ends with the time of each file, what failed, what
+Needs no network; CONTRIBUTING.md names the packages. It ends with the time of each file, what failed, what
 was skipped and why, and the command for the files that there was no time for.
 """
 

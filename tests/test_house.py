@@ -16,11 +16,11 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_236,
-    "files of the package": 294,
+    "lines of the package": 65_626,
+    "files of the package": 297,
     "lines of the core": 5_781,
     "files of the core": 27,
-    "modules of one folder": 14,
+    "modules of one folder": 13,
     "methods of one class": 25,
     "folders that name reuse": 5,
     "folders that name lora": 5,

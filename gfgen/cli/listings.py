@@ -76,7 +76,7 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
     verified = sum(result == "in steps" for result, _ in found.values())
     click.echo(
         f"{verified} pipeline classes of diffusers for pictures and videos are verified in steps: "
-        "--pipelines lists them, docs/models.md has details, 'gfgen models check MODEL' tries a checkpoint."
+        "--pipelines lists them, docs/pipelines.md says more, 'gfgen models check MODEL' tries a checkpoint."
     )
 
 

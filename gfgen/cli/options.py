@@ -273,7 +273,7 @@ class RankOptions(AskedRanks):
     )
     transport: str = option(
         "How GPUs share a step: peer memory, or main memory, also where GPUs do not reach each other "
-        "(docs/collectives.md). auto: peer memory, and no steps across other GPUs.",
+        "(docs/install.md). auto: peer memory, and no steps across other GPUs.",
         type=click.Choice(TRANSPORTS),
         default="auto",
     )
@@ -282,12 +282,12 @@ class RankOptions(AskedRanks):
         metavar="SIZE",
     )
     offload: bool = flag(
-        "Has no effect any more: what does not fit on a GPU is streamed from main memory (docs/models.md)."
+        "Has no effect any more: what does not fit on a GPU is streamed from main memory (docs/memory.md)."
     )
     trust_remote_code: bool = flag(TRUST_CODE)
     compile: str = option(
-        "Compile blocks of general diffusers pipelines (docs/models.md). auto: on GPUs, if it saves the run "
-        "more time than compiling takes.",
+        "Compile blocks of general diffusers pipelines (docs/pipelines.md). auto: on GPUs, if it saves the "
+        "run more time than compiling takes.",
         type=click.Choice(("auto", "on", "off")),
         default="auto",
     )

@@ -81,7 +81,7 @@ def chosen_task(snapshot: Snapshot, job: JobView, layout: Layout, *, wait_s: flo
     """The job's next task on this layout: its step without the transformer, if that can save its deadline.
 
     It computes the step if it then ends in time, with MARGIN while there are other jobs. Without the margin
-    jobs give up steps too late and miss in spite of it (benchmarks/results/2026-11-25-if-late.md).
+    jobs give up steps too late and miss in spite of it (benchmarks/results/policies.md).
 
     wait_s: how much later the job ends because others go before it.
     """

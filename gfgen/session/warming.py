@@ -38,12 +38,12 @@ COMPILING_S = 20.0
 """Per model and shape, on each rank. First compiled forwards took 1 to 11 s on an H200; twice that."""
 SAVED = 0.2
 """Of a step. Compiled blocks saved 24% with Flux.1 and 31% with Stable Diffusion 3.5 on an H200
-(benchmarks/results/2026-11-24-generic.md)."""
+(benchmarks/results/pipelines.md)."""
 MAX_KINDS = 16
 """Kinds of jobs; each takes up to some seconds. Other kinds are prepared by their own tasks."""
 MAX_FLOPS = 2e15
 """Operations of a step on each of its ranks. A larger one computes for seconds (586e12 took 1.0 s on an H200:
-benchmarks/results/2026-11-22-forward.md), of which loading and launching are a small part."""
+benchmarks/results/forward.md), of which loading and launching are a small part."""
 MAX_PROMPT = 500
 """Characters of a prompt that ranks get to prepare with between tasks: these messages are sent at once."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}

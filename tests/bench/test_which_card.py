@@ -1,4 +1,4 @@
-"""The tables of docs/which-card.md are those that the planner makes."""
+"""The tables of docs/memory.md are those that the planner makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import which_card
 
-PAGE = Path(__file__).parents[2] / "docs" / "which-card.md"
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_pipelines_are_those_of_the_documented_table(capsys):
     assert rows["FluxPipeline"] == ("in steps", "image")
     assert rows["CogVideoXPipeline"] == ("in steps", "video")
     assert rows["StableAudioPipeline"] == ("refused", "sound")
-    table = (Path(__file__).parents[2] / "docs/models.md").read_text().partition("| pipeline | steps |")[2]
+    table = (Path(__file__).parents[2] / "docs/pipelines.md").read_text().partition("| pipeline | steps |")[2]
     assert {f"{name}Pipeline" for name in re.findall(r"^\| (\w+) \| [0-9]+ \|", table, re.M)} == {
         name
         for name, (result, kind) in rows.items()

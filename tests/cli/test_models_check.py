@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.cli.listings import _facts, models
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec

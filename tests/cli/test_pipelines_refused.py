@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.cli.main import cli
 from gfgen.errors import JobFileError
 from gfgen.session import ranks

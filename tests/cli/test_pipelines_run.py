@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pipeline_runs import POLICY, end, has_frames, job_of, own_frames, start, wait_until_partway
+from small_checkpoints import save_checkpoints
 
-from benchmarks.families import POLICY, end, has_frames, job_of, own_frames, start, wait_until_partway
-from benchmarks.small_checkpoints import save_checkpoints
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 from gfgen.runtime.files.outputs import read_metadata
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 STEPS = 12
 COMMON = {"prompt": "a red cat", "size": "64x64", "steps": STEPS}
 FAMILIES = ("FluxPipeline", "CogVideoXPipeline", "HunyuanVideoPipeline", "WanPipeline")
-"""Families whose jobs run beside those below; `python -m benchmarks.families` has eight, and HTTP."""
+"""Families whose jobs run beside those below."""
 
 
 @pytest.fixture(scope="module")

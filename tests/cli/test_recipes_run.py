@@ -12,8 +12,8 @@ from typing import Any
 import diffusers
 import torch
 from safetensors.torch import save_file
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 
 OWN = "[recipes.fast.qwen-image]\nsteps = 3\ntrue_cfg_scale = 1\nscheduler = 'lcm'\n"

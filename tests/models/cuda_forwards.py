@@ -36,7 +36,7 @@ SMALL = {"width": 64, "height": 64, "guidance_scale": 3.0}
 @dataclass(frozen=True)
 class Job:
     model: str
-    """A model's name, or the class of a pipeline (benchmarks/small_checkpoints.py)."""
+    """A model's name, or the class of a pipeline (tests/small_checkpoints.py)."""
     fields: Mapping[str, Any]
     has_image: bool = False
     in_batch: bool = False

@@ -12,8 +12,8 @@ from pathlib import Path
 import cuda_forwards
 import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks, ordered_subsets
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout

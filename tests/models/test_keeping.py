@@ -12,9 +12,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from small_checkpoints import save_checkpoint
 from test_streaming import JOB, all_weights_read, models_of, result
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.gfc.cuda import device_endpoint
 from gfgen.models.families.encoders import text_encoder_of
 from gfgen.models.families.registry import load_adapter

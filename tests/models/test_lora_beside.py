@@ -17,12 +17,12 @@ import torch
 from gfc_fake import FakeCluster
 from gpu_worker_imitation import ImitationRecorder
 from safetensors.torch import load_file, save_file
+from small_checkpoints import save_checkpoint
 from test_compiled import StubCompiler
 from test_lora import asked
 from test_single_file import published
 from torch import Tensor, nn
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout

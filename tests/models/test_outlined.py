@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from small_checkpoints import save_checkpoint
 
 from benchmarks.draws import draws_of
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import stop_checks

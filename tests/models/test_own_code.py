@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.cli.listings import models
 from gfgen.errors import JobError, ModelError
 from gfgen.job.spec import JobSpec

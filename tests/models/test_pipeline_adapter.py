@@ -11,9 +11,9 @@ import pytest
 import torch
 from gfc_fake import FakeCluster
 from gpu_worker_imitation import ImitationRecorder
+from small_checkpoints import save_checkpoint
+from small_pipelines import small_pipeline
 
-from benchmarks.small_checkpoints import save_checkpoint
-from benchmarks.small_pipelines import small_pipeline
 from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import JobError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec

@@ -12,8 +12,8 @@ import torch
 from builders import geometry_of, simulated_control
 from gfc_fake import FakeCluster
 from PIL import Image
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.cluster.driver import WholeJobCosts, as_whole
 from gfgen.errors import JobError
 from gfgen.graph import Stage

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
+from small_pipelines import small_call, small_pipeline
 
-from benchmarks.small_pipelines import small_call, small_pipeline
 from gfgen.models.stepping.check import difference, moved, stepped_call, whole_call
 from gfgen.models.stepping.program import NotSteppableError, changed_names, read_names
 from gfgen.models.stepping.stepper import Stepper

@@ -19,9 +19,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from small_checkpoints import save_checkpoint
 from torch import nn
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import AbortedError, RunError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.encoders import text_encoder_of

@@ -15,9 +15,9 @@ import pytest
 import torch
 from gfc_fake import FakeCluster
 from shared_steps import CASES, SharedJob, equal, prepare_job
+from small_checkpoints import save_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.errors import AbortedError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout

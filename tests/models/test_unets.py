@@ -15,12 +15,12 @@ import pytest
 import torch
 from gpu_worker_imitation import ImitationRecorder
 from safetensors.torch import save_file
+from small_checkpoints import save_checkpoint
+from small_pipelines import small_pipeline
 from test_compiled import StubCompiler
 from test_lora import asked, kohya_lora, small_sdxl
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.small_checkpoints import save_checkpoint
-from benchmarks.small_pipelines import small_pipeline
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import compiled, recording

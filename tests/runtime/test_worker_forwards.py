@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_worker_imitation import ImitationRecorder
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout, Limits

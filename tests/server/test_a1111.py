@@ -19,9 +19,9 @@ import httpx
 import pytest
 from PIL import Image
 from serving import Server, fake_server, free_port
+from small_checkpoints import save_checkpoint
+from small_pipelines import PIPELINES
 
-from benchmarks.small_checkpoints import save_checkpoint
-from benchmarks.small_pipelines import PIPELINES
 from gfgen.job.samplers import SCHEDULES, known_sampler
 from gfgen.server.protocol.a1111_schemas import SAMPLER_NAMES, SCHEDULE_NAMES, A1111Request
 from gfgen.server.protocol.problems import ApiError, checked

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 from serving import Server, free_port
+from small_checkpoints import save_checkpoint
 
-from benchmarks.small_checkpoints import save_checkpoint
 from gfgen.server.jobs.job_requests import painted_part
 from gfgen.server.protocol.problems import ApiError
 

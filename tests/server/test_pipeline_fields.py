@@ -14,8 +14,7 @@ import imageio_ffmpeg
 import pytest
 from PIL import Image
 from serving import Server, free_port
-
-from benchmarks.small_checkpoints import save_checkpoint
+from small_checkpoints import save_checkpoint
 
 BOUND_S = 120.0
 JOB = {"prompt": "a red cat", "size": "64x64", "frames": 9, "steps": 3}

@@ -1,4 +1,4 @@
-"""The blocks that docs/serving.md prints for nginx and Caddy, with the real programs before a real server.
+"""docs/examples/nginx.conf and Caddyfile, with the real programs before a real server.
 
 Only addresses, names and the certificate are others; where a program is missing, its tests are skipped.
 """
@@ -24,11 +24,8 @@ PATH = "/films"
 PUBLIC = f"https://host{PATH}"
 
 
-def printed(kind: str) -> str:
-    (block,) = re.findall(
-        rf"With {kind}.*?```[a-z]*\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL
-    )
-    return str(block)
+def printed(name: str) -> str:
+    return (ROOT / "docs/examples" / name).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def nginx(
     new = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=host"]
     names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(["openssl", *new, *names], check=True, capture_output=True)
-    block = printed("nginx").replace("443 ssl", f"127.0.0.1:{port} ssl").replace("/etc/ssl", str(folder))
+    block = printed("nginx.conf").replace("443 ssl", f"127.0.0.1:{port} ssl").replace("/etc/ssl", str(folder))
     block = block.replace("127.0.0.1:3000", f"127.0.0.1:{server.port}")
     assert "proxy_read_timeout 65m;" in block
     block = block.replace("proxy_read_timeout 65m;", f"proxy_read_timeout {patience};")
@@ -92,7 +89,7 @@ def nginx(
 
 def caddy(server: Server, folder: Path) -> contextlib.AbstractContextManager[httpx.Client]:
     port, config = free_port(), folder / "Caddyfile"
-    block = printed("Caddy").replace("{\n", "{\n    admin off\n", 1)
+    block = printed("Caddyfile").replace("{\n", "{\n    admin off\n", 1)
     block = re.sub("^host {", f"http://localhost:{port} {{", block, flags=re.MULTILINE)
     config.write_text(block.replace("127.0.0.1:3000", f"127.0.0.1:{server.port}"))
     client = httpx.Client(base_url=f"http://localhost:{port}", timeout=30)

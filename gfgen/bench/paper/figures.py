@@ -404,7 +404,7 @@ FIGURES = {
     "6": Figure("Figure 6", "Policies on the main workloads; intervals over seeds", _main, _scores),
     "collapse": Figure("Collapse", "Large groups time out under load", _collapse, _completed),
     "7": Figure("Figure 7", "Arrivals of the main workloads", tables=_arrivals),
-    "8": Figure("Figure 8", "A fixed layout and a bare loop", elsewhere="python -m benchmarks.bare"),
+    "8": Figure("Figure 8", "A fixed layout and a bare loop", elsewhere="python -m benchmarks.elasticity"),
     "9": Figure("Figure 9", "Collectives beside NCCL's", elsewhere="gfgen bench gfc"),
     "10": Figure("Figure 10", "Deadlines met against load", _rates, _curves),
     "11": Figure("Figure 11", "The same trace, simulated and run", _replayed),

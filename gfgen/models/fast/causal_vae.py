@@ -58,7 +58,7 @@ def _phases_of(weight: Tensor) -> Tensor:
 
 FAST_OUTPUTS = 32
 """Channels of an fp32 convolution's output are a multiple of this; cuDNN takes 12.0 ms for the 12 of Wan 2.2
-at 1280x704 and 3.3 ms for 32, in bf16 1.9 and 2.5 (benchmarks/results/2026-11-25-decode.md)."""
+at 1280x704 and 3.3 ms for 32, in bf16 1.9 and 2.5 (benchmarks/results/decode.md)."""
 
 
 class Repeats(NamedTuple):

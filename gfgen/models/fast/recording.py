@@ -53,7 +53,7 @@ OF_TEXT = (TEXT, OF_ATTENTION)
 WORTH_RECORDING = 0.65
 """Forwards are recorded if the launches of a block take at least this share of its time. Below it records
 gain next to nothing: on an H200 a forward of 832x480x49, with a share of about 0.45, took 92.2 ms as a graph
-and 93.5 launched; one of 1024x1024, with 0.5, 123.7 both (benchmarks/results/2026-11-22-forward.md). The
+and 93.5 launched; one of 1024x1024, with 0.5, 123.7 both (benchmarks/results/forward.md). The
 bound lies below 1 because ranks that share a forward wait for each other's launches, too."""
 TIMED_BLOCKS = 5
 """The lower quartile of these counts: other processes hold launches up, in a first run those that compile,

@@ -57,7 +57,7 @@ TOKEN_SIDES: Mapping[str, int] = {
 """Classes of transformers whose tokens ranks can share, and the most pixels along a token's side.
 
 Each has a plan (parallel/plans.py), and steps of its pipelines have been compared with those of one rank
-(benchmarks/results/2026-11-24-parallel.md).
+(benchmarks/results/pipelines.md).
 """
 GUIDED = frozenset(
     (

@@ -21,7 +21,7 @@ LARGEST_SHARES = {30: 0.7, 20: 0.5, 12: 0.4}
 """The largest share from so many steps on. Elsewhere the job with as many steps as would be computed is
 nearer to the full result, on the built-in model.
 
-Source: benchmarks/results/2026-11-25-reuse.md; pictures: 2026-11-26-reuse.md.
+Source: benchmarks/results/precision.md.
 """
 MIN_STEPS, MANY_STEPS, MIN_NUMBER = min(LARGEST_SHARES), max(LARGEST_SHARES), 3
 """The fewest reused steps below MANY_STEPS, for the same reason."""

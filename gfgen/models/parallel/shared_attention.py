@@ -188,7 +188,7 @@ def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) 
 
     On 4 H200 two chunks of 9,216 tokens of one sample took 568 us, one took 611. For other sequences from
     1,024 to 27,280 tokens on 2 to 4 ranks one was fastest: attention to half of the heads leaves more of the
-    device idle than the exchange does (benchmarks/results/2026-11-20-attention.md).
+    device idle than the exchange does (benchmarks/results/forward.md).
     """
     return 2 if device.type == "cuda" and ulysses_degree == 4 and 9_000 <= num_tokens < 10_000 else 1
 
