@@ -1,5 +1,6 @@
 """Build script: the native part of gfgen.gfc. Everything declarative is in pyproject.toml and MANIFEST.in."""
 
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -11,10 +12,13 @@ SOURCES = Path("csrc/gfc")
 
 
 class BuildWithKernels(build_py):
-    """Copies the CUDA sources into the package: each machine compiles them when it first needs them."""
+    """Copies the CUDA sources, which machines compile when they need them. Notes the commit."""
 
     def run(self) -> None:
         super().run()
+        if Path(".git").exists():
+            found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+            Path(self.build_lib, "gfgen", "commit.txt").write_text(found.stdout)
         for path in (*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*")):
             target = Path(self.build_lib, "gfgen", "gfc", "csrc", path.relative_to(SOURCES))
             self.mkpath(str(target.parent))

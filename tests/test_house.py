@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_626,
+    "lines of the package": 65_646,
     "files of the package": 297,
     "lines of the core": 5_781,
     "files of the core": 27,

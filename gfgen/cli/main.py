@@ -75,9 +75,27 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        from gfgen.system import machine
+
+        commit = machine.commit()
+        click.echo(
+            f"gfgen, version {machine.versions()['gfgen']}" + (f", commit {commit[:12]}" if commit else "")
+        )
+        context.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Log details, and print a traceback when a command fails.")
-@click.version_option(package_name="gfgen")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and the commit.",
+)
 @click.pass_context
 def cli(ctx: click.Context, *, debug: bool) -> None:
     """Generate a batch of pictures and videos on all GPUs (or CPU cores) of this machine.

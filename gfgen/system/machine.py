@@ -74,12 +74,14 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """That of the installed gfgen, from its repository or what pip noted; empty if neither is there."""
+    """That of the installed gfgen, from its repository, wheel or what pip noted; empty if it is not known."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError, ValueError, PackageNotFoundError, subprocess.SubprocessError):
         if (root / ".git").exists():
             return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=5).strip()
+        if (built := root / "gfgen/commit.txt").exists():
+            return built.read_text().strip()
         noted = json.loads(distribution("gfgen").read_text("direct_url.json") or "{}")
         return str(noted.get("vcs_info", {}).get("commit_id", ""))
     return ""
