@@ -7,7 +7,7 @@ RANKS_PER_GPU ?= 2
 GPU_TESTS     ?=
 GPU_PYTHON    := $(or $(wildcard $(BIN)/python),$(PYTHON))
 
-.PHONY: run test test-gpu check install format clean
+.PHONY: run test test-gpu check install wheel format clean
 
 run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and videos in outputs/batch
 	$(BIN)/gfgen run jobs/batch.jsonl --policy srtf --trace outputs/batch/trace.json
@@ -32,9 +32,14 @@ $(READY): setup.py pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+wheel: $(READY)  ## dist/gfgen-*.whl, and the oldest Linux that it serves
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet auditwheel
+	$(BIN)/auditwheel show dist/*.whl
+
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build outputs *.egg-info
+	rm -rf $(VENV) build dist outputs *.egg-info
