@@ -36,7 +36,6 @@ from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.stepping.adapter import load_any
-from gfgen.models.stepping.check import pictures, resolved, with_files
 from gfgen.models.stepping.outlined import (
     is_refusal,
     outlined_pipeline,
@@ -44,6 +43,7 @@ from gfgen.models.stepping.outlined import (
     usual_failure,
     usual_jobs,
 )
+from gfgen.models.stepping.small_job import pictures, resolved, with_files
 
 LIMIT_S = 900
 """Time for one class, unless `--limit` says otherwise."""

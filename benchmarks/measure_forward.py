@@ -31,10 +31,10 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.texts import common_length, is_padded, with_texts
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import present_degrees
+from gfgen.models.stepping.stock_pipeline import join_group
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)

@@ -34,6 +34,8 @@ class StockRanks:
     """"cpu", or "cuda": a rank has the visible device of its number."""
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    moved: str | None = None
+    """As of `StockPipeline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class JobMade:
     job_id: str
     seconds: float
     error: str | None = None
+    step_s: float | None = None
+    """As of `StockPipeline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
 def _pipeline(settings: StockSettings) -> Any:
     import torch
 
-    from gfgen.models.loading.stock_pipeline import StockPipeline, join_group
+    from gfgen.models.stepping.stock_pipeline import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
     ranks = settings.ranks
@@ -124,6 +128,7 @@ def _pipeline(settings: StockSettings) -> Any:
         is_compiled=settings.is_compiled,
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
+        moved=ranks.moved,
     )
 
 
@@ -143,7 +148,7 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
                 return JobMade(spec.id, time.monotonic() - began_s, in_one_line(error))
             if writer is not None:
                 writer.begin(spec, path, frames)
-            return JobMade(spec.id, time.monotonic() - began_s)
+            return JobMade(spec.id, time.monotonic() - began_s, step_s=pipeline.step_s)
         case _:
             raise AssertionError(f"unknown message {message!r}")
 

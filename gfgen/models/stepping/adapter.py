@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,14 +238,9 @@ class PipelineAdapter(Adapter):
         """Of the pipeline's call, or of another one, in which `image` stands for the job's."""
         signature = signature or self._signature
         arguments = signature.arguments_for(spec)
-        colours = {"background": spec.background, "has_alpha": self.geometry.has_alpha}
         if image is not None:
-            arguments["image"] = image
-        elif spec.image is not None:
-            arguments["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
-        hashes = spec.files_sha256 or {}
-        for name, path in (spec.files or {}).items():
-            arguments[name] = _load(name, path, hashes.get(name), **colours)
+            arguments["image"], spec = image, replace(spec, image=None)
+        arguments |= given_files(spec, has_alpha=self.geometry.has_alpha)
         if "output_type" in signature.arguments:
             arguments["output_type"] = "pt" if _can_keep_pictures(self.pipeline) else "np"
         if spec.prompt_syntax is not None:
@@ -303,10 +299,15 @@ def load_any(
     dtypes = component_dtypes(geometry.family, vae_dtype)
     own = {"own_code": geometry.own_code} if geometry.own_code else {}
     pipeline = load(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes, **own)
-    if isinstance(pipeline.components.get("vae"), diffusers.AutoencoderKLAllegro):
-        pipeline.vae.enable_tiling()  # it cannot decode otherwise
+    tile_if_needed(pipeline)
     stop_checks.install(*(x for x in pipeline.components.values() if isinstance(x, torch.nn.Module)))
     return PipelineAdapter(geometry, pipeline, device=device, kernels=kernels)
+
+
+def tile_if_needed(pipeline: Any) -> None:
+    """Let a VAE decode in tiles that cannot decode otherwise."""
+    if isinstance(pipeline.components.get("vae"), diffusers.AutoencoderKLAllegro):
+        pipeline.vae.enable_tiling()
 
 
 def prepare_kernels(transformer: torch.nn.Module, *, may_copy: bool) -> None:
@@ -351,6 +352,17 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
         logger.warning("%s: ranks do not share tokens: %s", geometry.family, error)
         return False
     return True
+
+
+def given_files(spec: JobSpec, *, has_alpha: bool) -> dict[str, Any]:
+    """The pictures and videos of a job, by argument of its call."""
+    colours = {"background": spec.background, "has_alpha": has_alpha}
+    found, hashes = dict[str, Any](), spec.files_sha256 or {}
+    if spec.image is not None:
+        found["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
+    return found | {
+        name: _load(name, path, hashes.get(name), **colours) for name, path in (spec.files or {}).items()
+    }
 
 
 def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **colours: Any) -> Any:

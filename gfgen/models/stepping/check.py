@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import PIL.Image
 import torch
-from PIL import Image
 
-from gfgen.errors import JobError, ModelError, in_one_line
+from gfgen.errors import ModelError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Adapter, Fields
-from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.call import signature_of
-from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
-from gfgen.models.geometry.weights import component_dtypes
-from gfgen.models.loading.components import load_pipeline
-from gfgen.models.stepping.adapter import PipelineAdapter, as_frames
+from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.models.stepping.program import NotSteppableError
+from gfgen.models.stepping.small_job import pictures, resolved
 from gfgen.models.stepping.stepper import Stepper, is_finished
+from gfgen.models.stepping.stock_pipeline import StockPipeline
 from gfgen.models.stepping.values import vars_of
 
 SIDES = (128, 256, 512, 1024)
 """Sizes to try: the smallest one that the pipeline's own call accepts counts."""
-FRAMES = 9
 SEED = 7
 
 
@@ -75,28 +67,6 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
     raise ModelError(f"model {checkpoint}: its own call fails: {_where(failure)}")
 
 
-def resolved(geometry: Any, job: JobSpec, folder: Path) -> JobSpec:
-    """The job as run, with pictures of `folder` for the files that the call needs.
-
-    Raises: JobError.
-    """
-    try:
-        return geometry.resolve(job)  # type: ignore[no-any-return]
-    except JobError as error:
-        missing = [problem.field or "" for problem in error.problems if problem.value is None]
-        names = [name.removeprefix("files.") for name in missing if name == "image" or "files." in name]
-        if not names:
-            raise
-        return geometry.resolve(with_files(job, names, folder))  # type: ignore[no-any-return]
-
-
-def with_files(job: JobSpec, names: Collection[str], folder: Path) -> JobSpec:
-    """The job with pictures of the folder for these arguments."""
-    files = {**(job.files or {}), **{name: _file(name, folder) for name in names if name != "image"}}
-    image = str(folder / "0.png") if "image" in names else job.image
-    return dataclasses.replace(job, image=image, files=files or None)
-
-
 def _peak_bytes(device: str) -> int:
     own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return own if device == "cpu" else torch.cuda.max_memory_allocated()
@@ -111,7 +81,10 @@ def _try(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, device: str) -> T
         return _try_own_adapter(adapter, spec, checkpoint, device=device)
     arguments = adapter.arguments(spec)
     adapter.pipeline.set_progress_bar_config(disable=True)
-    own = _own_call(adapter.pipeline, arguments)
+    try:
+        own = whole_call(adapter.pipeline, arguments, seed=SEED)
+    except Exception as error:  # a pipeline may raise anything for a size that it does not take
+        raise _OwnCallError from error
     try:
         stepped, num_iterations = stepped_call([adapter.pipeline], arguments, seed=SEED, device=device)
     except NotSteppableError as error:
@@ -124,16 +97,13 @@ def _try(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, device: str) -> T
 def _try_own_adapter(adapter: Adapter, spec: JobSpec, checkpoint: Path, *, device: str) -> Trial:
     """The frames of gfgen's own adapter of a class, against those of diffusers' pipeline."""
     frames = _frames(adapter, spec)
-    name = read_checkpoint(checkpoint, with_weights=False).pipeline_class
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    kind, dtypes = getattr(diffusers, name), component_dtypes(name, "auto")
-    pipeline = load_pipeline(kind, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
-    pipeline.set_progress_bar_config(disable=True)
-    arguments: dict[str, Any] = {**signature_of(name).arguments_for(spec), "output_type": "np"}
-    if spec.image is not None:
-        arguments["image"] = load_image(spec.image, sha256=None)
-    own = as_frames(_own_call(pipeline, arguments))
-    return Trial(spec, known(spec.steps), difference(frames.cpu(), own.cpu(), "frames"), is_stepped=True)
+    stock = StockPipeline(checkpoint, device=device, num_ranks=1)
+    try:
+        own = stock.generate(spec)
+    except Exception as error:
+        raise _OwnCallError from error
+    found = difference(frames.cpu(), torch.from_numpy(own), "frames")
+    return Trial(spec, known(spec.steps), found, is_stepped=True)
 
 
 def _frames(adapter: Adapter, spec: JobSpec) -> torch.Tensor:
@@ -143,33 +113,6 @@ def _frames(adapter: Adapter, spec: JobSpec) -> torch.Tensor:
         latents = moved(adapter.denoise(spec, prompt, condition, latents, step=step))
     made: Fields = adapter.decode(spec, latents)
     return made.tensors["frames"]
-
-
-def _own_call(pipeline: Any, arguments: Mapping[str, Any]) -> Any:
-    try:
-        return whole_call(pipeline, arguments, seed=SEED)
-    except Exception as error:  # a pipeline may raise anything for a size that it does not take
-        raise _OwnCallError from error
-
-
-@contextmanager
-def pictures() -> Iterator[Path]:
-    """A folder with pictures 0.png to 8.png, and a mask."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        gradient = Image.linear_gradient("L").resize((256, 256))
-        for number in range(FRAMES):
-            gradient.rotate(10 * number).convert("RGB").save(folder / f"{number}.png")
-        gradient.point(lambda value: 255 * (value > 127)).save(folder / "mask.png")
-        yield folder
-
-
-def _file(name: str, folder: Path) -> str | list[str]:
-    if "mask" in name:
-        return str(folder / "mask.png")
-    if "video" in name:
-        return [str(folder / f"{number}.png") for number in range(FRAMES)]
-    return str(folder / "0.png")
 
 
 def _where(error: BaseException) -> str:

@@ -42,7 +42,7 @@ from gfgen.models.geometry.rules import known, max_text_tokens
 from gfgen.models.geometry.weights import components_of
 from gfgen.models.loading.components import weightless, without_progress_bars
 from gfgen.models.stepping.adapter import PipelineAdapter, load_any
-from gfgen.models.stepping.check import pictures, resolved, with_files
+from gfgen.models.stepping.small_job import pictures, resolved, with_files
 from gfgen.models.stepping.stepper import NUM_DONE, NUM_ITERATIONS, PLACE
 from gfgen.system.lifeline import answer_all
 

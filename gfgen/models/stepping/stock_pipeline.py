@@ -7,22 +7,26 @@ process group; every rank makes the same calls.
 from __future__ import annotations
 
 import os
+import statistics
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import diffusers
 import torch
-from diffusers import ContextParallelConfig, QwenImagePipeline, WanPipeline
-from numpy.typing import NDArray
+from diffusers import ContextParallelConfig
 from torch import distributed
 
 from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.call import signature_of
 from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.model import weightless_geometry
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import random_pipeline
+from gfgen.models.stepping.adapter import as_frames, given_files, tile_if_needed
 
-PIPELINES: dict[str, Any] = {"WanPipeline": WanPipeline, "QwenImagePipeline": QwenImagePipeline}
 RECOMPILE_LIMIT = 64
 """Beyond torch's 8, after which a block would run eagerly without a word."""
 
@@ -46,6 +50,8 @@ def join_group(*, rank: int, num_ranks: int, store: str, device: str) -> None:
 
 
 class StockPipeline:
+    """Of any class. Its parts move to a small GPU at their turn if `moved` is "model" or "sequential"."""
+
     def __init__(
         self,
         checkpoint: Path,
@@ -56,44 +62,53 @@ class StockPipeline:
         is_compiled: bool = False,
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
+        moved: str | None = None,
     ) -> None:
-        name = str(read_checkpoint(checkpoint, with_weights=not has_random_weights).index["_class_name"])
+        name = read_checkpoint(checkpoint, with_weights=not has_random_weights).pipeline_class
         load = random_pipeline if has_random_weights else load_pipeline
+        self._device, self._signature = device, signature_of(name)
+        self._has_alpha = weightless_geometry(checkpoint).has_alpha
+        self.step_s: float | None = None
+        """The median time of the last call's steps after its first; None for fewer, or if no call tells."""
         self._pipeline = load(
-            PIPELINES[name],
+            getattr(diffusers, name),
             checkpoint,
-            device=device,
+            device="cpu" if moved else device,
             dtype=torch.float32 if device == "cpu" else torch.bfloat16,
             dtypes=component_dtypes(name, vae_dtype),
         )
+        tile_if_needed(self._pipeline)
         self._pipeline.set_progress_bar_config(disable=True)
-        transformer = self._pipeline.transformer
+        if moved:
+            getattr(self._pipeline, f"enable_{moved}_cpu_offload")(device=device)
         if num_ranks > 1:
             config = ContextParallelConfig(ulysses_degree=num_ranks, ulysses_anything=is_uneven)
-            transformer.enable_parallelism(config=config)
+            self._pipeline.transformer.enable_parallelism(config=config)
         if is_compiled:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-            transformer.compile_repeated_blocks(dynamic=False)
+            self._pipeline.transformer.compile_repeated_blocks(dynamic=False)
 
     @torch.no_grad()
     def generate(self, spec: JobSpec, *, steps: int | None = None, is_to_decode: bool = True) -> Any:
-        """The frames of a job, uint8 [F, H, W, 3]; None without decoding."""
-        options: dict[str, Any] = {
-            "prompt": spec.prompt,
-            "negative_prompt": spec.negative_prompt,
-            "width": spec.width,
-            "height": spec.height,
-            "num_inference_steps": steps or spec.steps,
-            "generator": torch.Generator("cpu").manual_seed(spec.seed or 0),
-            "output_type": "np" if is_to_decode else "latent",
-        }
-        if isinstance(self._pipeline, WanPipeline):
-            options |= {"num_frames": spec.frames, "guidance_scale": spec.guidance_scale}
-        else:
-            options["true_cfg_scale"] = spec.true_cfg_scale
-        made = self._pipeline(**options)[0]
-        if not is_to_decode:
-            return None
-        pictures = made[0] if isinstance(self._pipeline, WanPipeline) else made
-        frames: NDArray[np.uint8] = (np.asarray(pictures) * 255).round().astype(np.uint8)
+        """The frames of a job, uint8 [F, H, W, C]; None without decoding."""
+        arguments = self._signature.arguments_for(spec) | given_files(spec, has_alpha=self._has_alpha)
+        ends, on_gpu, event = list[Any](), self._device != "cpu", torch.cuda.Event
+
+        def note(*_: Any) -> dict[str, Any]:
+            ends.append(event(enable_timing=True) if on_gpu else time.monotonic())  # type: ignore[no-untyped-call]
+            if on_gpu:
+                ends[-1].record()
+            return {}
+
+        own = {"output_type": "np" if is_to_decode else "latent", "callback_on_step_end": note}
+        arguments |= {name: value for name, value in own.items() if name in self._signature.arguments}
+        if steps is not None:
+            arguments["num_inference_steps"] = steps
+        torch.manual_seed(spec.seed or 0)
+        made = self._pipeline(**arguments, generator=torch.Generator("cpu").manual_seed(spec.seed or 0))
+        frames = as_frames(made).cpu().numpy() if is_to_decode else None
+        if on_gpu:
+            torch.cuda.synchronize()
+        steps_s = [1e-3 * a.elapsed_time(b) if on_gpu else b - a for a, b in pairwise(ends)]
+        self.step_s = statistics.median(steps_s) if steps_s else None
         return frames
