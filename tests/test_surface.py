@@ -338,6 +338,8 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models")) == ["--pipelines"]
     assert options_of(subcommand("models", "make-tiny")) == []
+    own = ["--device", "--minutes", "--output", "--random-weights", "--ranks", "-o"]
+    assert options_of(subcommand("models", "prove")) == own
     assert options_of(subcommand("bench", "workload")) == [
         "--deadlines-from",
         "--jobs",

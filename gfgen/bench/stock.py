@@ -36,7 +36,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.system.wording import counted
 
 NAME = "diffusers"
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 """For loading and for any answer: the first step of a shape may compile."""
 ENDING_S = 2.0
 """For all ranks of a group to end; then they are killed."""
@@ -97,6 +97,21 @@ def run_stock(
         tell(f"{options.text}: {way}")
         outcomes = _Service(jobs, groups, folder, way).run()
     return outcomes, way
+
+
+def make_alone(jobs: Sequence[AdmittedJob], ranks: StockRanks, folder: Path) -> Sequence[JobOutcome]:
+    """The outcomes of jobs that one pipeline makes in turn, until one fails; `timings` have `step_s`.
+
+    Raises: WorkerError when its process dies or cannot load the model.
+    """
+    outcomes: list[JobOutcome] = []
+    with ExitStack() as stack:
+        groups = _started(stack, StockOptions(), ranks, 1, is_uneven=False)
+        for job in jobs:
+            outcomes += _Service([job], groups, folder, NAME).run()
+            if outcomes[-1].error is not None:
+                break
+    return outcomes
 
 
 @dataclass(slots=True)
@@ -259,6 +274,7 @@ class _Service:
         self._open = {job.job_id: job for job in self.jobs}
         self._started_s: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
+        self._step_s: dict[str, float | None] = {}
         self._outcomes: list[JobOutcome] = []
         self._began_s = time.monotonic()
 
@@ -325,6 +341,7 @@ class _Service:
                     self._end(message.job_id, message.error)
                 if not group.pending:
                     self._busy_s[message.job_id] = self.now_s - group.started_s
+                    self._step_s[message.job_id] = message.step_s
                     group.job = None
             case FileWritten():
                 self._end(message.job_id, message.error)
@@ -347,5 +364,6 @@ class _Service:
                 busy_s=self._busy_s.get(job_id, 0.0),
                 layouts=(self.way,),
                 error=error,
+                timings={"step_s": self._step_s.get(job_id)},
             )
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -13,20 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.config import own_recipes
-from gfgen.cli.options import A_MODEL, TRUST_CODE, Named, NamedPath
+from gfgen.cli.config import own_recipes, read_files
+from gfgen.cli.options import A_MODEL, RANKS, TRUST_CODE, FiniteRange, Named, NamedPath, configure_log
 from gfgen.errors import InputError, JobFileError, ModelError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.recipes import is_for, recipes
 from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
-from gfgen.models.families.registry import MODELS, TINY_NAMES, make_tiny_models, resolve_checkpoint
+from gfgen.models.families.registry import (
+    HUB_IDS,
+    MODELS,
+    TINY_NAMES,
+    cached,
+    make_tiny_models,
+    resolve_checkpoint,
+)
 from gfgen.models.geometry.model import Geometry, load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.weights import device_bytes, footprint
 from gfgen.policies.catalog import BUILT_IN, describe
 from gfgen.runtime.core.devices import CPU, CUDA, DEVICES, choose_devices
 from gfgen.session.memory import HostMemory
+from gfgen.session.ranks import AskedRanks
 from gfgen.system.machine import COMPUTING, check_packages
 from gfgen.system.wording import counted
 
@@ -126,6 +135,56 @@ def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json
     facts = _facts(model, geometry, trial) | {"device": devices.kind, "memory_bytes": memory}
     click.echo(json.dumps(facts) if as_json else _told(facts))
     return 1 if facts["differs"] else 0
+
+
+@models.command("prove")
+@click.argument("names", metavar="[MODEL]...", nargs=-1, type=A_MODEL)
+@click.option(
+    "--minutes", type=FiniteRange(0, min_open=True), default=30, show_default=True, help="Stop then."
+)
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to try.")
+@click.option("--ranks", type=RANKS, help="The most ranks to try. [all GPUs, or 4 on a CPU]")
+@click.option("--random-weights", is_flag=True, help="Draw the weights at random from config files.")
+@click.option("--output", "-o", type=NamedPath(dir_okay=False), help="Also write the table to this new file.")
+def prove(*, names: tuple[str, ...], minutes: float, output: Path | None, **asked: Any) -> int:
+    """Compare pictures and times with diffusers' on this machine, and print a table to send back.
+
+    MODEL is a directory, a hub id or a name. By default, it is every published model that is here: in the
+    hub's cache, or as `model` in gfgen.toml. Nothing is downloaded. The exit code is 1 if a picture differs
+    although gfgen promises the same bytes.
+    """
+    configure_log("info")
+    if output is not None and (output.exists() or not output.parent.is_dir()):
+        raise InputError(f"--output {output}: a new file in an existing folder is accepted")
+    ranks = AskedRanks(**asked).here()
+    here = HUB_IDS if ranks.has_random_weights else _models_here()
+    if not (names := tuple(dict.fromkeys(names or here))):
+        raise InputError(
+            f"no model is here: name one, or run 'hf download' for {', '.join(HUB_IDS.values())}"
+        )
+    check_packages(COMPUTING)
+    from gfgen.bench.prove import Row, proof, table
+
+    rows: list[Row] = []
+    try:
+        rows.extend(proof(names, ranks, minutes=minutes))
+    finally:
+        click.echo(text := table(rows, ranks), nl=False)
+        if output is not None:
+            with output.open("x") as file:
+                file.write(text)
+    return int(any(row.breaks_promise for row in rows))
+
+
+def _models_here() -> Iterator[str]:
+    for name, hub_id in HUB_IDS.items():
+        with contextlib.suppress(ModelError):
+            cached(hub_id)
+            yield name
+    for content in (file.content for file in read_files()):
+        for each in (content, *content.values()):
+            given = each.get("model", ()) if isinstance(each, dict) else ()
+            yield from [given] if isinstance(given, str) else given
 
 
 def _given_job(text: str, geometry: Geometry) -> JobSpec:

@@ -106,6 +106,13 @@ def check_name(name_or_dir: str) -> None:
         raise ModelError(_unknown(name_or_dir))
 
 
+def check_here(name_or_dir: str) -> None:
+    """Raises: ModelError for a model whose files are not all here; downloads nothing."""
+    check_name(name_or_dir)
+    if name_or_dir not in TINY_NAMES and at_hand(name_or_dir) is None:
+        read_checkpoint(cached(HUB_IDS.get(name_or_dir, name_or_dir)), with_weights=True)
+
+
 def find_configs(name_or_dir: str) -> Path:
     """The directory with a model's config files, for what needs no weights; downloads and makes nothing.
 
@@ -233,11 +240,7 @@ def _assembled(name: str) -> Path:
     if base_name:
         hub_id = HUB_IDS.get(base_name, base_name)
         is_tiny = base_name in TINY_NAMES
-        base = _tiny_checkpoint(base_name) if is_tiny else (at_hand(base_name) or _snapshot(hub_id))
-        if base is None:
-            raise ModelError(
-                f"model {name}: {hub_id} is not here; run 'hf download {hub_id}', or give a directory"
-            )
+        base = _tiny_checkpoint(base_name) if is_tiny else (at_hand(base_name) or cached(hub_id))
     assert base is not None
     return single_file.assemble(file, base, cache_dir() / "single-files")
 
@@ -292,6 +295,13 @@ def _snapshot(hub_id: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(index).parent if isinstance(index, str) else None
+
+
+def cached(hub_id: str) -> Path:
+    """The folder of a repository in the hub's cache, whole or not. Raises: ModelError if there is none."""
+    if (folder := _snapshot(hub_id)) is None:
+        raise ModelError(f"model {hub_id} is not here; run 'hf download {hub_id}', or give a directory")
+    return folder
 
 
 def _check_format(hub_id: str) -> None:
