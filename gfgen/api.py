@@ -32,7 +32,7 @@ from gfgen.cli.run_files import RunOptions
 from gfgen.cli.simulate import Assumed, FoundPlan, PlanArguments, planned
 from gfgen.errors import GfgenError, InputError, JobFileError, WorkerError, in_one_line, nearest
 from gfgen.job.fields import shown
-from gfgen.job.inputs import plain
+from gfgen.job.inputs import is_url, plain
 from gfgen.job.reader import JobSource
 from gfgen.job.shared import check_defaults
 from gfgen.models.families.registry import DEFAULT_MODEL
@@ -281,7 +281,7 @@ def _source(jobs: Jobs, defaults: Mapping[str, Any]) -> JobSource:
     fields = {name: value for name, value in defaults.items() if name != "columns"}
     if problems := check_defaults(fields):
         raise JobFileError("the defaults", tuple(problems))
-    if isinstance(jobs, str) and not os.path.lexists(jobs):
+    if isinstance(jobs, str) and not (is_url(jobs) or os.path.lexists(jobs)):
         raise InputError(f"job file {jobs}: no such file; a prompt goes into a list: [{jobs!r}]")
     if isinstance(jobs, str | os.PathLike):
         columns = defaults.get("columns", {})
@@ -332,6 +332,8 @@ class _Run:
                     f"{name}: not an option; {f'did you mean {near}?' if near else ', '.join(_OPTIONS)}"
                 )
         given, gpus, policy = options.get("output_dir"), options.get("gpus"), options.get("policy", "auto")
+        if is_url(str(given)):
+            raise InputError("output_dir: a folder is accepted; 'gfgen run -o s3://...' writes to stores")
         self._stack, self._is_kept = contextlib.ExitStack(), given is not None
         level, names = logging.getLogger("gfgen").getEffectiveLevel(), ("debug", "info", "warning", "error")
         setup = hosted.Setup(

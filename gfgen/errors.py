@@ -25,6 +25,8 @@ or path, the value, and what would be accepted. `assert` is for mistakes of our 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -218,6 +220,14 @@ def in_one_line(error: BaseException, *, limit: int = 300) -> str:
         text = "its message cannot be shown"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def without_secrets(text: str) -> str:
+    """Without the user and the query of URLs, which may be a key or a signature, and the keys of S3."""
+    text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"(://[^\s?#]*)[?#][^\s'\")]*", r"\1", text))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        text = text.replace(os.environ.get(name) or "\0", f"${name}")
+    return text
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -95,3 +95,12 @@ def tiny_models(pytestconfig: pytest.Config) -> Iterator[Mapping[str, Path]]:
             del os.environ["GFGEN_CACHE"]
         else:
             os.environ["GFGEN_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def store_port() -> Iterator[int]:
+    """The port of an object store (object_store.py), in a process of its own."""
+    from object_store import served_store
+
+    with served_store() as port:
+        yield port

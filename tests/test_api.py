@@ -148,6 +148,11 @@ def test_what_is_wrong_is_an_error_that_says_what_to_do(jobs: Any, defaults: Any
     assert said in str(raised.value)
 
 
+def test_a_store_is_refused_as_output() -> None:
+    with pytest.raises(errors.InputError, match="output_dir: a folder is accepted; 'gfgen run -o s3://"):
+        next(gfgen.generate(["a"], output_dir="s3://bucket/run"))
+
+
 def test_an_option_that_does_not_exist_is_named() -> None:
     with pytest.raises(errors.InputError, match="devise: not an option; did you mean device"):
         gfgen.Session(devise="cpu").__enter__()

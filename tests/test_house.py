@@ -52,6 +52,7 @@ ORDER = [
     "gfgen.runtime.ipc",
     "gfgen.runtime.core",
     "gfgen.runtime.files",
+    "gfgen.runtime.publish",
     "gfgen.runtime.predict",
     "gfgen.runtime.worker",
     "gfgen.runtime.control",

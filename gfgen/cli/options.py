@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,14 +50,23 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """Refuses the empty path, which a script with an unset variable gives; expands ~ at the beginning."""
+    """Refuses the empty path, which a script with an unset variable gives; expands ~ at the beginning.
 
-    def __init__(self, **options: Any) -> None:
+    A path that `may_be_store` may also be the URL of an object store, which stays a text.
+    """
+
+    def __init__(self, *, may_be_store: bool = False, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
+        self._may_be_store = may_be_store
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty; name a path", param, ctx)
+        if "://" in str(value):  # which is not repeated: it may have a key
+            if self._may_be_store and re.fullmatch(r"s3://[a-z0-9.-]+(/[^?#@]*)?", value):
+                return value
+            store = "or s3://BUCKET/NAME without keys " if self._may_be_store else ""
+            self.fail(f"a path of this machine {store}is accepted (docs/data.md)", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
@@ -429,6 +439,9 @@ class JobOptions:
             if (value := getattr(self, name)) is not None:
                 pairs.append((f"--{name.replace('_', '-')}", f"{name.removesuffix('_name')}={value}"))
         fallbacks = {"lora": parse_loras(self.loras), "prompt_syntax": self.prompt_syntax}
+        fields = [text.split("=", 1)[0] for text in self.columns]
+        if twice := next((name for name in fields if fields.count(name) > 1), None):
+            raise InputError(f"--column gives {twice} twice; name one column for it")
         return JobSource(
             files=self.jobs,
             prompts=self.prompts,

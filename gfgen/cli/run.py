@@ -23,6 +23,7 @@ from gfgen.cli.run_files import (
     ClusterOptions,
     FileHook,
     RunOptions,
+    StoreOptions,
     admit_jobs,
     check_watched,
     check_written,
@@ -30,7 +31,16 @@ from gfgen.cli.run_files import (
     run_done_hook,
     session_of,
 )
-from gfgen.errors import GfgenError, InputError, InterruptedRunError, LockedError, Problem
+from gfgen.errors import (
+    GfgenError,
+    InputError,
+    InterruptedRunError,
+    LockedError,
+    OutputError,
+    Problem,
+    without_secrets,
+)
+from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.closing import check_room
@@ -39,6 +49,7 @@ from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.ownership import check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
+from gfgen.runtime.publish.publisher import Publisher
 from gfgen.session.admission import with_time
 from gfgen.session.filters import Filter
 from gfgen.session.session import Arrivals, Session, try_to_write
@@ -67,11 +78,13 @@ class Arguments:
     dry_run: bool = opt.flag(
         "Start nothing; print what the run would do, as 'gfgen check' does.", cls=opt.RunOnly
     )
-    output: Path | None = opt.option(
-        "Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
+    output: Path | str | None = opt.option(
+        "Folder for results and the manifest, or s3://BUCKET/NAME (docs/data.md). [outputs/NAME, after JOBS "
+        "or DIR; a suffix if that is taken]",
         "-o",
-        type=opt.NamedPath(),
+        type=opt.NamedPath(may_be_store=True),
     )
+    store: StoreOptions = opt.group(StoreOptions)
     overwrite: bool = opt.flag(
         "Replace files that are already in the folder under the names of outputs, whoever made them."
     )
@@ -138,24 +151,33 @@ def run(given: Arguments) -> int:
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
     cluster.check({"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1})
-    first = watch or (Path(jobs.jobs[0]) if jobs.jobs and jobs.jobs[0] != "-" else None)
-    output_dir = given.output or default_folder(Path("outputs"), name, first)
+    file = next((file for file in jobs.jobs[:1] if file != "-"), None)
+    first = watch or (file if file is None or is_url(file) else Path(file))
+    output = given.output or default_folder(Path("outputs"), name, first)
+    publisher = given.store.publisher(output, given)
+    output_dir = Path(output) if publisher is None else publisher.state
     check_written(source.paths if source else (), {"--trace": given.trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
-    if given.output is None and output_dir.name != name:
-        logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
+    if isinstance(output, Path) and given.output is None and output.name != name:
+        logger.info("outputs/%s belongs to another job file: files go to %s", name, output)
     with cluster.connected(given, model=given.model, output_dir=output_dir) as found:
-        options = _options_of(given, found, output_dir, job_file=job_file_name(first, output_dir))
+        job_file = job_file_name(first, output_dir)
+        options = _options_of(given, found, output_dir, job_file=job_file, publisher=publisher)
         if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
 
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
-        with session_of(options, found) as session:
-            if given.output is None and default_folder(Path("outputs"), name, first) != output_dir:
-                raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(session_of(options, found))
+            if given.output is None and default_folder(Path("outputs"), name, first) != output:
+                raise LockedError(f"another job file has just taken {output}: run the same command again")
             check_records(output_dir)
+            if publisher is not None:
+                if publisher.url != str(output_dir):
+                    logger.info("files wait in %s until they are in %s", output_dir, publisher.url)
+                stack.enter_context(publisher.opened(lambda doing: session.signals.interrupting(doing)))
             if source is None:
                 assert watch is not None
                 summary = watch_folder(session, watch, options)
@@ -165,23 +187,35 @@ def run(given: Arguments) -> int:
                 if options.keep_if is not None:
                     with session.signals.interrupting("--keep-if was loaded; nothing was started"):
                         options.keep_if.begin(admitted, claims)
+                if publisher is not None:
+                    publisher.expect(job.info.spec for job in admitted)
                 summary = run_jobs(session, admitted, options, done=claims.done_ids)
                 if options.keep_if is not None:
                     summary = options.keep_if.counted(summary)
-    _end_hooks(summary, options, status="failed" if summary.num_failed else "done")
+            left = "" if publisher is None else publisher.finish()
+    _end_hooks(summary, options, status="failed" if summary.num_failed or left else "done")
     _report(summary, options)
+    if left:
+        raise OutputError(left)
     num_left = 0 if options.keep_if is None else options.keep_if.num_failed
     return 1 if summary.num_failed or summary.num_cancelled or problems or num_left else 0
 
 
 def _options_of(
-    given: Arguments, cluster: RayCluster | None, output_dir: Path, *, job_file: str
+    given: Arguments,
+    cluster: RayCluster | None,
+    output_dir: Path,
+    *,
+    job_file: str,
+    publisher: Publisher | None,
 ) -> RunOptions:
     hook = keep_if = None
     if given.on_file is not None:
         hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout)
     if given.keep_if is not None:
-        about: dict[str, Any] = dict(most_again=given.again, limit_s=given.hook_timeout, then=hook)
+        about: dict[str, Any] = dict(
+            most_again=given.again, limit_s=given.hook_timeout, then=publisher or hook
+        )
         keep_if = Filter(given.keep_if, output_dir, **about)
     return RunOptions(
         output_dir=output_dir,
@@ -200,6 +234,7 @@ def _options_of(
         trace=given.trace,
         on_file=hook,
         keep_if=keep_if,
+        publisher=publisher,
         on_done=given.on_done,
         hook_timeout_s=given.hook_timeout,
         waits_for_space=given.watch is not None,
@@ -363,7 +398,7 @@ def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
         return resolved(watch).name
     if not jobs.jobs:
         return "prompts"
-    return "stdin" if jobs.jobs[0] == "-" else Path(jobs.jobs[0]).stem
+    return "stdin" if jobs.jobs[0] == "-" else Path(without_secrets(jobs.jobs[0])).stem
 
 
 def _check_watching(given: Arguments) -> None:
@@ -393,7 +428,7 @@ def _observers(options: RunOptions) -> list[Observer]:
 
     logs = options.logs
     observers = progress_of(quiet=logs.quiet, log_json=logs.log_json, has_file=logs.log_file is not None)
-    if (hook := options.keep_if or options.on_file) is not None:
+    if (hook := options.keep_if or options.publisher or options.on_file) is not None:
         observers.append(hook)
     if options.trace:
         from gfgen.runtime.files.trace import TraceWriter
@@ -412,7 +447,8 @@ def _report(summary: Summary, options: RunOptions) -> None:
             _say(line)
     failed = f"; {counted(summary.num_failed, 'job')} failed" if summary.num_failed else ""
     cancelled = f"; {counted(summary.num_cancelled, 'job')} cancelled" if summary.num_cancelled else ""
-    _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}{cancelled}")
+    where = options.output_dir if options.publisher is None else options.publisher.url
+    _say(f"files and manifest.jsonl are in {where}/{failed}{cancelled}")
     if options.closes_at is not None:
         jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")

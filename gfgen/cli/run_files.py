@@ -5,6 +5,7 @@ Its hooks, too: commands of the user for complete files and for the end (--on-fi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gfgen.cli.options import LogOptions, flag, given_in, option
+from gfgen.cli.options import LogOptions, NamedPath, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.reader import JobSource
-from gfgen.job.spec import ENDINGS
+from gfgen.job.spec import ENDINGS, slug
 from gfgen.models.ahead.places import environment_of_others
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
@@ -32,9 +33,12 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
 from gfgen.runtime.files.ownership import Claims
+from gfgen.runtime.publish.publisher import RECORD_NAME, Publisher
+from gfgen.runtime.publish.shards import DEFAULT_SIZE, SUFFIXES, Shards
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.filters import Afterwards, Filter
 from gfgen.session.session import Session, SessionOptions
+from gfgen.system.home import home
 from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
@@ -80,6 +84,7 @@ class RunOptions(SessionOptions):
     retries: int = 0
     force: bool = False
     cluster: RayCluster | None = None
+    publisher: Publisher | None = None
 
 
 def claims_of(source: JobSource, options: RunOptions) -> Claims:
@@ -91,6 +96,7 @@ def claims_of(source: JobSource, options: RunOptions) -> Claims:
         force=options.force,
         only_failed=options.failed,
         named_at=options.named_at,
+        published={} if options.publisher is None else options.publisher.published,
     )
 
 
@@ -185,6 +191,41 @@ class ClusterOptions:
         )
         with RayCluster(options) as cluster:
             yield cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    shards: str | None = option(
+        "Put the files of many jobs into one: tars for WebDataset, or Parquet (docs/data.md).",
+        type=click.Choice(tuple(SUFFIXES)),
+    )
+    shard_size: str = option(
+        "Close a shard when it has this many jobs or bytes.", default=DEFAULT_SIZE, metavar="JOBS,SIZE"
+    )
+    state: Path | None = option(
+        "With -o s3://...: folder of the run, where files wait. [in ~/.local/state/gfgen]", type=NamedPath()
+    )
+
+    def publisher(self, output: Path | str, given: Any) -> Publisher | None:
+        """What puts files where they go; None if they stay in the folder. Raises: InputError; UsageError."""
+        if isinstance(output, Path) and self.state is not None:
+            raise click.UsageError("--state goes with -o s3://...")
+        if self.shards is None and isinstance(output, Path):
+            if given_in(self, "shard_size"):
+                raise click.UsageError("--shard-size goes with --shards, or with -o s3://...")
+            if (output / RECORD_NAME).exists():
+                raise InputError(f"--output {output}: is the folder of a run with --shards or a store")
+            return None
+        names = ("watch", "on_file", "force", "overwrite")
+        if name := given_in(given, *names) or given_in(given.cluster, "ray"):
+            raise click.UsageError(f"{name} goes with files in a folder; leave out --shards and s3://")
+        shards, is_filtered = Shards.of(self.shards, self.shard_size), given.keep_if is not None
+        if isinstance(output, Path):
+            return Publisher(str(output), output, shards, is_filtered=is_filtered)
+        url = output.rstrip("/")
+        base = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local/state") / "gfgen"
+        own = base / f"{slug(url)}-{hashlib.sha256(url.encode()).hexdigest()[:6]}"
+        return Publisher(url, self.state or own, shards, is_filtered=is_filtered)
 
 
 def _resources(text: str | None) -> Mapping[str, float]:

@@ -44,10 +44,15 @@ _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 Entry = tuple[int, Mapping[str, object] | Problem]
 
 
-class ReadingEnded(Exception):
-    """The rest of a file is not read, because of what is wrong at this line."""
+def is_url(file: str) -> bool:
+    """Whether fsspec reads a job file."""
+    return "://" in file
 
-    def __init__(self, line: int, accepted: str) -> None:
+
+class ReadingEnded(Exception):
+    """The rest of a file is not read, because of what is wrong at this line, or with the whole file."""
+
+    def __init__(self, line: int | None, accepted: str) -> None:
         super().__init__(accepted)
         self.line, self.accepted = line, accepted
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from gfgen.errors import InputError, in_one_line
+from gfgen.errors import InputError, Problem, in_one_line
 from gfgen.job.fields import FIELDS, plain_name
 from gfgen.job.inputs import Entry, ReadingEnded
 from gfgen.job.shared import VARIATION_FIELDS
@@ -36,18 +36,37 @@ def rows_of(stream: BinaryIO, columns: Mapping[str, str]) -> Iterator[Entry]:
         for field, column in columns.items():
             _check(field, column, there)
         for batch in file.iter_batches(ROWS, columns=list(columns.values())):
-            for row in batch.to_pylist():
+            for row in _rows_in(batch):
                 number += 1
+                if isinstance(row, Exception):
+                    yield (
+                        Row(number),
+                        Problem(Row(number), None, None, f"cannot be read ({in_one_line(row)})"),
+                    )
+                    continue
                 given = {field: row[column] for field, column in columns.items()}
                 yield Row(number), {field: value for field, value in given.items() if value is not None}
     except (ArrowException, OSError) as error:
-        raise ReadingEnded(Row(number + 1), f"not Parquet ({in_one_line(error)})") from None
+        line, what = (Row(number + 1), "this row and those after it") if number else (None, "it")
+        raise ReadingEnded(line, f"{what} cannot be read as Parquet ({in_one_line(error)})") from None
+
+
+def _rows_in(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
+    """The rows, or what is wrong with one, such as a text that is not UTF-8 or a time without a place."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for idx in range(batch.num_rows):
+            try:
+                yield batch.slice(idx, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield error
 
 
 def _check(field: str, column: str, there: list[str]) -> None:
     if column not in there:
-        raise ReadingEnded(Row(1), f"there is no column {plain_name(column)}; there are {', '.join(there)}")
+        raise ReadingEnded(None, f"there is no column {plain_name(column)}; there are {', '.join(there)}")
     if field not in FIELDS and field not in VARIATION_FIELDS:
         name = plain_name(field)
         hint = f"name the columns to read, such as --column prompt={name}"
-        raise ReadingEnded(Row(1), f"{name} is not a field of a job; {hint}")
+        raise ReadingEnded(None, f"column {name} is not a field of a job; {hint}")

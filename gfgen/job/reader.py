@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar
 
-from gfgen.errors import InputError, JobError, Problem, at
+from gfgen.errors import GfgenError, InputError, JobError, Problem, at, in_one_line, without_secrets
 from gfgen.job.fields import FIELDS, MAX_DURATION_S, MAX_OUTPUT_BYTES, parse_fields, parse_moment, shown
 from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
@@ -34,6 +34,7 @@ from gfgen.job.inputs import (
     ReadingEnded,
     array_entries,
     entries_of,
+    is_url,
 )
 from gfgen.job.parquet import PARQUET, SUFFIX, rows_of
 from gfgen.job.recipes import Recipes
@@ -68,7 +69,7 @@ def _source_name(files: Sequence[str]) -> str:
 
 
 def _name_of(file: str) -> str:
-    return STDIN_NAME if file == "-" else file
+    return STDIN_NAME if file == "-" else without_secrets(file)
 
 
 @contextlib.contextmanager
@@ -76,17 +77,31 @@ def _opened(file: str) -> Iterator[BinaryIO]:
     if file == "-":
         yield sys.stdin.buffer
         return
+    name = _name_of(file)
     try:
-        with Path(file).open("rb") as stream:
+        with _stream_of(file) as stream:
             yield stream
     except FileNotFoundError:
         raise InputError(
-            f"job file {file}: no such file; name a file of JSON lines, or - for standard input"
+            f"job file {name}: no such file; name a file of JSON lines, or - for standard input"
         ) from None
     except IsADirectoryError:
-        raise InputError(f"job file {file}: this is a folder; name a file of JSON lines in it") from None
-    except OSError as error:
-        raise InputError(f"job file {file!r}: cannot be read ({error.strerror})") from None
+        raise InputError(f"job file {name}: this is a folder; name a file of JSON lines in it") from None
+    except Exception as error:
+        of_store = is_url(file) and not isinstance(error, (GfgenError, _ListEnded))
+        if not (isinstance(error, OSError) or of_store):
+            raise
+        reason = getattr(error, "strerror", None) or without_secrets(in_one_line(error))
+        raise InputError(f"job file {name!r}: cannot be read ({reason})") from None
+
+
+def _stream_of(file: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    if not is_url(file):
+        return Path(file).open("rb")
+    import fsspec
+
+    opened: contextlib.AbstractContextManager[BinaryIO] = fsspec.open(file, "rb")
+    return opened
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
@@ -95,6 +110,8 @@ def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Ent
             line = FileLine(number, name, file_idx)
             yield line, replace(entry, line=line) if isinstance(entry, Problem) else entry
     except ReadingEnded as end:
+        if end.line is None:
+            raise ReadingEnded(None, f"{name}: {end.accepted}") from None
         raise ReadingEnded(FileLine(end.line, name, file_idx), end.accepted) from None
 
 
@@ -209,7 +226,8 @@ class _JobList:
                 self._add(line, entry, is_first=place == 0)
         except ReadingEnded as end:
             # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
-            self.problems.append(Problem(None, None, None, f"{at(end.line)}: {end.accepted}"))
+            where = "" if end.line is None else f"{at(end.line)}: "
+            self.problems.append(Problem(None, None, None, f"{where}{end.accepted}"))
             raise _ListEnded from None
         if len(self.specs) + len(self.problems) == num_before:
             accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
@@ -343,13 +361,13 @@ class JobSource:
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
-        if self.columns and not any(path.suffix.lower() == SUFFIX for path in self.paths):
+        if self.columns and not any(Path(_name_of(file)).suffix.lower() == SUFFIX for file in self.files):
             raise InputError(f"--column goes with job files whose name ends in {SUFFIX}; there is none")
-        files = [file if file == "-" else os.path.realpath(file) for file in self.files]
+        files = [file if file == "-" or is_url(file) else os.path.realpath(file) for file in self.files]
         named = zip(self.files, files, strict=True)
         twice = next((name for name, file in named if files.count(file) > 1), None)
         if twice is not None:
-            raise InputError(f"JOBS names {twice} twice; name each job file once")
+            raise InputError(f"JOBS names {_name_of(twice)} twice; name each job file once")
 
     @property
     def name(self) -> str:
@@ -357,7 +375,8 @@ class JobSource:
 
     @property
     def paths(self) -> Sequence[Path]:
-        return [Path(file) for file in self.files if file != "-"]
+        """Of the job files on this machine."""
+        return [Path(file) for file in self.files if file != "-" and not is_url(file)]
 
     def read(self, *, has_bar: bool = False) -> ParsedJobs:
         """The selected jobs, and the problems of all. Raises: InputError for no file or no job."""
@@ -370,7 +389,7 @@ class JobSource:
         return replace(parsed, specs=tuple(specs[: self.limit]))
 
     def _read_all(self, *, has_bar: bool) -> ParsedJobs:
-        files = ["-" if file == "-" else str(Path(file)) for file in self.files]
+        files = [file if file == "-" or is_url(file) else str(Path(file)) for file in self.files]
         syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
         jobs = _JobList(self.overrides, self.fallbacks, own_recipes=self.own_recipes)
         kinds: list[tuple[str, str]] = []
@@ -381,16 +400,17 @@ class JobSource:
                 jobs.add_file(array_entries(self.given), PROGRAM_NAME, folder=Path())
             for file_idx, file in enumerate(files):
                 with _opened(file) as stream:
-                    name, path = _name_of(file), Path() if file == "-" else Path(file)
+                    name, is_local = _name_of(file), not (file == "-" or is_url(file))
+                    suffix, folder = Path(name).suffix, Path(file).parent if is_local else Path()
                     lines = PromptLines(self.is_plain, self.lora_folder, syntax)
-                    if path.suffix.lower() == SUFFIX:
+                    if suffix.lower() == SUFFIX:
                         kind, entries = PARQUET, rows_of(stream, self.columns)
                     else:
-                        kind, entries = entries_of(stream, suffix=path.suffix, prompts=lines)
+                        kind, entries = entries_of(stream, suffix=suffix, prompts=lines)
                     entries = _of_file(entries, name, file_idx) if are_several else entries
                     entries = with_bar(entries, "reading", is_shown=has_bar, unit=" lines")
                     try:
-                        jobs.add_file(entries, name, folder=path.parent)
+                        jobs.add_file(entries, name, folder=folder)
                     finally:
                         kinds += [] if kind == JSON_LINES else [(name, lines.told(kind))]
                     defaults += [(name, jobs.defaults)] if jobs.defaults else []

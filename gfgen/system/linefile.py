@@ -47,10 +47,13 @@ class LineFile:
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OutputError(_explain(self.path, error)) from error
 
-    def close(self) -> None:
-        """Flush to disk if possible, and close."""
+    def sync(self) -> None:
+        """Flush to disk if possible."""
         with suppress(OSError):
             os.fsync(self._fd)
+
+    def close(self) -> None:
+        self.sync()
         os.close(self._fd)
 
 

@@ -144,12 +144,12 @@ def ended_at(line: ManifestLine) -> float:
 
 def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
     """The latest line of each job after `start` bytes; skips, with a warning, what it cannot read."""
-    return {entry["id"]: entry for entry in _entries(read_from(path, start=start), path, first=1)}
+    return {entry["id"]: entry for entry in manifest_lines(read_from(path, start=start), path, first=1)}
 
 
 def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line with status done of each file; empty when there is no manifest."""
-    lines = _entries(read_from(path), path, first=1)
+    lines = manifest_lines(read_from(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in of_each_file(entry)}
 
@@ -170,13 +170,14 @@ class GrowingManifest:
         """The latest line of each job. Raises: OutputError when the file cannot be read."""
         content = read_from(self._path, start=self._size_bytes)
         whole = content[: content.rfind(b"\n") + 1]
-        self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
+        self._entries |= {e["id"]: e for e in manifest_lines(whole, self._path, first=1 + self._num_lines)}
         self._num_lines += whole.count(b"\n")
         self._size_bytes += len(whole)
         return self._entries
 
 
-def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
+def manifest_lines(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
+    """Lines of a manifest in their order; those that cannot be read are skipped, with a warning."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         try:
             entry = json.loads(line)

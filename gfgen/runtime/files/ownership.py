@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from gfgen.errors import Problem
-from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine
+from gfgen.errors import Problem, without_secrets
+from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine, is_url
 from gfgen.job.spec import FRAME, RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name, of_frames
 from gfgen.runtime.core.admission import AdmittedJob, with_attempt
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
@@ -46,8 +46,13 @@ STDIN, PROGRAM = "-", "program"
 """In the place of a job file's path: jobs of standard input, and those of `gfgen.api`."""
 
 
-def job_file_name(source: Path | None, output_dir: Path) -> str:
-    """The name of a job file or watched folder in manifests and journals; a pipe counts as standard input."""
+def job_file_name(source: Path | str | None, output_dir: Path) -> str:
+    """The name of a job file or watched folder in manifests and journals; a pipe counts as standard input.
+
+    A text is a URL.
+    """
+    if isinstance(source, str):
+        return without_secrets(source)
     if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
         return STDIN
     return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
@@ -62,7 +67,7 @@ def check_records(output_dir: Path) -> None:
         check_appendable(output_dir / name)
 
 
-def default_folder(parent: Path, name: str, source: Path | None) -> Path:
+def default_folder(parent: Path, name: str, source: Path | str | None) -> Path:
     """The folder of this job file: `parent`/`name`, with a suffix if that belongs to another job file."""
     job_file = job_file_name(source, parent / name)
     digest = hashlib.sha256(job_file.encode("utf-8", "surrogateescape")).hexdigest()
@@ -153,6 +158,8 @@ class Claims:
     """Jobs that have not failed before are left out."""
     done_ids: set[str] = field(default_factory=set)
     named_at: float | None = None
+    published: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of jobs whose files are in a store, by id."""
     forced_from: int | None = None
     """With `force`: bytes of the manifest when the runs of this --force began."""
 
@@ -176,7 +183,10 @@ class Claims:
         infos, folder = [job.info for job in self._named(jobs)], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
         self.done_ids |= {
-            each.job_id for each in infos if is_finished(each, entries.get(each.job_id), folder)
+            each.job_id
+            for each in infos
+            if self.published.get(each.job_id) == each.spec_hash
+            or is_finished(each, entries.get(each.job_id), folder)
         }
         return self.done_ids
 
@@ -200,8 +210,12 @@ class Claims:
             if not jobs:
                 logger.warning("--failed: none of these jobs has failed in %s", self.output_dir)
         done = self.done(jobs)
+        changed = "is in the store with other fields, and nothing there is replaced; give it another id"
+        is_other = [job.job_id in self.published and job.job_id not in done for job in jobs]
+        others = itertools.compress(jobs, is_other)
         claimed: list[AdmittedJob] = []
-        problems: list[Problem] = []
+        problems = [Problem(job.spec.line, "id", job.job_id, changed) for job in others]
+        jobs = [job for job, is_changed in zip(jobs, is_other, strict=True) if not is_changed]
         for file, group in _by_file(jobs).items():
             found, taken = claim_files(
                 group,
@@ -241,7 +255,8 @@ def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJo
 
 
 def _name_in(output_dir: Path, file: str) -> str:
-    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else Path(file), output_dir)
+    named = file if is_url(file) else Path(file)
+    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else named, output_dir)
 
 
 def claim_files(

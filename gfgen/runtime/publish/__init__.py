@@ -1,0 +1,1 @@
+"""Results as objects of a store: files, or shards of many jobs."""
