@@ -20,6 +20,7 @@ from object_store import BUCKET, SECRETS, FaultyProxy, environment
 
 from gfgen.errors import InputError, LockedError, OutputError
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.manifest import read_manifest
 from gfgen.runtime.publish import publisher as publishing
 from gfgen.runtime.publish import store as stores
 from gfgen.runtime.publish.publisher import Publisher
@@ -57,8 +58,10 @@ def shards_of(kind: str | None = "webdataset", size: str = "2") -> Shards:
     return Shards.of(kind, size)
 
 
-def make(state: Path, job_id: str, *, names: Sequence[str] = (), status: str = "done") -> None:
-    """What a run leaves of a job that has ended."""
+def make(
+    state: Path, job_id: str, *, names: Sequence[str] = (), status: str = "done", decision: str | None = None
+) -> None:
+    """What a run leaves of a job that has ended, and that a filter has judged."""
     state.mkdir(exist_ok=True)
     files = []
     for name in names or [f"{job_id}.png"]:
@@ -70,6 +73,7 @@ def make(state: Path, job_id: str, *, names: Sequence[str] = (), status: str = "
     line = {"version": 1, "id": job_id, "status": status, **files[0], "prompt": "a fox", "seed": 1}
     line |= {"spec_hash": f"hash of {job_id}", "shape": shape}
     line |= {"outputs": files} if len(files) > 1 else {}
+    line |= {} if decision is None else {"filter": {"decision": decision}}
     with (state / "manifest.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -405,6 +409,47 @@ def test_a_size_of_shards_is_checked(size: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         Shards.of("webdataset", size)
     assert Shards.of("webdataset", "100,1GB") == Shards("webdataset", 100, 10**9)
+
+
+def test_a_result_waits_for_the_decision_of_a_filter(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+
+    def goes_on(*jobs: str) -> dict[str, Path]:
+        publisher = Publisher(str(folder), folder, shards_of(size="1"), is_filtered=True)
+        with publisher.opened():
+            for job_id in jobs:
+                make(folder, job_id)
+            publisher._publish(is_last=True)
+        return fetched(str(folder), folder)
+
+    folder.mkdir()
+    assert not ids_in(goes_on("a", "b", "c"), "shard")
+    make(folder, "b", status="dropped", decision="drop")
+    (folder / "b.png").unlink()
+    make(folder, "c", decision="keep")
+    found = goes_on()
+    assert ids_in(found, "shard") == ["c"]
+    part = [(line["id"], line["status"]) for line in lines_of(found["manifest-00000.jsonl"])]
+    assert part == [("c", "done"), ("b", "dropped")]
+    make(folder, "a", decision="keep")
+    assert ids_in(goes_on(), "shard") == ["c", "a"]
+
+
+def test_a_lost_folder_gets_its_manifest_back(tmp_path: Path) -> None:
+    (store := tmp_path / "store").mkdir()
+    state = tmp_path / "state"
+    publish(str(store), state, shards_of(), ["a"])
+    make(state, "b", status="dropped")
+    publish(str(store), state, shards_of(), ["c"])
+    before = read_manifest(state / "manifest.jsonl")
+    shutil.rmtree(state)
+    publish(str(store), state, shards_of(), ["d"])
+    after = read_manifest(state / "manifest.jsonl")
+    assert {name: line["status"] for name, line in after.items()} == {
+        **{name: line["status"] for name, line in before.items()},
+        "d": "done",
+    }
+    assert Counter(ids_in(fetched(str(store), store), "manifest")) == dict.fromkeys("acd", 1)
 
 
 def test_a_changed_file_is_not_stored(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
