@@ -38,7 +38,6 @@ from gfgen.runtime.ipc.content import Content, content_of, is_unchanged
 from gfgen.runtime.publish.shards import PART, SHARD, Shards, lines_of
 from gfgen.runtime.publish.store import Bucket, Folder, StoreError, TakenError
 from gfgen.system.linefile import LineFile, read_from
-from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class Publisher(Observer):
         self._put: dict[str, Content] = {}
         """Files of the next batch that are in the store."""
         self._wake, self._ending = threading.Event(), threading.Event()
-        self._until_s, self._error = 0.0, ""
+        self._until_s, self._pause_s, self._error = 0.0, PAUSE_S, ""
         self._thread: threading.Thread | None = None
         self._read_record()
 
@@ -166,29 +165,27 @@ class Publisher(Observer):
             self._thread = None
         if not self._error:
             return ""
-        left = f"files of {counted(len(self._waiting), 'job')} stay in {self.state}"
-        return f"{self._error}; {left}: run the same command again to go on"
+        return f"{self._error}; other files stay in {self.state}: run the same command again to go on"
 
     # In the publisher's thread ----------------------------------------------------------------
 
     def _work(self) -> None:
-        pause_s = PAUSE_S
         while True:
             is_last = self._ending.is_set()
             try:
                 self._publish(is_last=is_last)
-                self._error, pause_s = "", PAUSE_S
+                self._error = ""
                 if is_last:
                     return
                 self._wake.wait(BATCH_S)
                 self._wake.clear()
             except (StoreError, OSError) as error:  # of the store, or such as a full disk
                 self._error = str(error)
+                pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, 60.0)
                 if is_last and time.monotonic() + pause_s > self._until_s:
                     return
                 logger.warning("%s; trying again in %.0f s", error, pause_s)
                 time.sleep(pause_s) if is_last else self._ending.wait(pause_s)
-                pause_s = min(2 * pause_s, 60.0)
             except Exception as error:
                 logger.debug("publishing has failed", exc_info=True)
                 self._error = str(error) if isinstance(error, GfgenError) else in_one_line(error)
@@ -201,6 +198,7 @@ class Publisher(Observer):
             self._next_hold_s = time.monotonic() + BATCH_S
 
     def _publish(self, *, is_last: bool) -> None:
+        """Store what is due. Raises: StoreError; TakenError; OSError for the local disk."""
         has_files = self._shards.kind is None
         while True:
             self._hold()
@@ -302,6 +300,7 @@ class Publisher(Observer):
             self._record({"stored": closed["closed"]})
             self._others.clear()
         self._put.clear()
+        self._pause_s = PAUSE_S
         for line in [self._waiting[job_id] for job_id in self._last if job_id in self._waiting]:
             self._drop(line["id"])
             self._specs.pop(line["id"], None)
