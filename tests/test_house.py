@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_983,
-    "files of the package": 299,
+    "lines of the package": 66_834,
+    "files of the package": 303,
     "lines of the core": 5_781,
     "files of the core": 27,
     "modules of one folder": 13,
