@@ -80,7 +80,7 @@ def admitted(specs: Sequence[JobSpec]) -> tuple[AdmittedJob, ...]:
     models = {spec.model or "": weightless_model(spec.model or "") for spec in specs}
     jobs, problems = admit(specs, default_model="qwen-image", find_model=lambda name: models[name])
     assert not problems, problems
-    return jobs
+    return tuple(jobs)
 
 
 def end_and_latency_s(

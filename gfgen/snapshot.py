@@ -214,6 +214,10 @@ class Snapshot:
     """Predicted time of all ranks to load each of these models."""
     writers_free_s: tuple[float, ...] = ()
     """When each writer of files is predicted to have written all that it was given."""
+    num_unseen: int = 0
+    """Jobs that come after those in `open` in any order of a policy; only looks ahead count them."""
+    unseen_s: float = 0.0
+    """Their predicted work, on one rank."""
     expects_more: bool = False
     """Whether further jobs may come; if not, the end of the last present job is the end of all."""
     shares_cores: bool = False

@@ -16,6 +16,7 @@ from journal_reader import JournaledRun, Turn
 
 from gfgen.errors import GfgenError, InputError
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -79,13 +80,14 @@ def replay(
         clock=clock,
         costs=CostModel(profile),
     )
+    backlog = Backlog(first, ahead=len(first))
     control = Control(
-        first,
+        backlog.take(),
         state=state,
         backend=_RecordedBackend(clock, run.turns, state=state, later=later),
         policy=policy or load_policy(header["policy"]),
         journal=journal,
-        steering=Steering(intake=_NoIntake()),  # the journal ends the run, not the last job
+        steering=Steering(intake=_NoIntake(), backlog=backlog),  # the journal ends the run, not the last job
     )
     try:
         control.run()

@@ -566,6 +566,8 @@ def test_what_a_policy_sees():
         "parked",
         "load_s",
         "writers_free_s",
+        "num_unseen",
+        "unseen_s",
         "expects_more",
         "shares_cores",
         "foresee",

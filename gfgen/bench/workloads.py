@@ -121,7 +121,7 @@ def weightless_model(name: str) -> ResolvedModel:
 def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     assert not problems, problems
-    return jobs
+    return tuple(jobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

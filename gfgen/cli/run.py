@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,14 @@ from gfgen.errors import (
 from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.ownership import check_records, default_folder, job_file_name
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
+from gfgen.runtime.files.ownership import Claims, check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.publish.publisher import Publisher
 from gfgen.session.admission import with_time
@@ -58,7 +61,6 @@ from gfgen.system.wording import MAX_NAMED, counted
 
 if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
-    from gfgen.runtime.files.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +191,11 @@ def run(given: Arguments) -> int:
                         options.keep_if.begin(admitted, claims)
                 if publisher is not None:
                     publisher.expect(job.info.spec for job in admitted)
-                summary = run_jobs(session, admitted, options, done=claims.done_ids)
+                try:
+                    summary = run_jobs(session, admitted, options, claims)
+                finally:
+                    if claims.index is not None:
+                        claims.index.close()
                 if options.keep_if is not None:
                     summary = options.keep_if.counted(summary)
             left = "" if publisher is None else publisher.finish()
@@ -246,33 +252,41 @@ def _options_of(
 
 
 def run_jobs(
-    session: Session, admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str]
+    session: Session, admitted: Sequence[AdmittedJob], options: RunOptions, claims: Claims
 ) -> Summary:
     """Run admitted jobs that are not done. Raises: InterruptedRunError when a signal ended the run before."""
-    todo = [job for job in admitted if job.job_id not in done] or _wanted_again(session, options, Summary())
+    journal = options.output_dir / JOURNAL_NAME
+    arrived_at = partial(first_arrivals, journal, forced_from=options.forced_from)
+    ahead = AHEAD if options.cluster is None else len(admitted)  # nodes have queues of their own
+    begun = resume.begun(options.output_dir)
+    backlog = Backlog(admitted, without=claims.done_ids, first=begun, arrived_at=arrived_at, ahead=ahead)
+    num_skipped, todo = claims.num_known + len(admitted) - len(backlog), backlog.take()
+    if not todo:
+        backlog = Backlog(_wanted_again(session, options, Summary()))
+        todo = backlog.take()
     if not todo:
         if options.trace:
             logger.warning(
                 "--trace has no effect, because no job is left to do; %s was not written", options.trace
             )
-        return Summary(num_skipped=len(admitted))
+        return Summary(num_skipped=num_skipped)
     check_trace(options.trace)
-    skipped = [job for job in admitted if job.job_id in done]
     fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
+    for job_id in {job.job_id for job in todo} - {job.job_id for job in fitting}:
+        backlog.drop(job_id)
     try:
         check_room(fitting, options.output_dir)
     except GfgenError:
-        _end_hooks(Summary(num_unfinished=len(todo)), options, status="failed")
+        _end_hooks(Summary(num_unfinished=len(todo) + len(backlog)), options, status="failed")
         raise
     session.load(fitting)
-    failed = _FailedJobs()
-    summary = _run(session, fitting, options, skipped=skipped, watchers=[failed])
-    again: Sequence[AdmittedJob] = fitting
+    arrivals = Arrivals(backlog=backlog, observers=[] if claims.index is None else [claims.index])
+    summary = _run(session, fitting, options, num_skipped=num_skipped, arrivals=arrivals)
     for number in itertools.count(1):
-        retried = [job for job in again if job.job_id in failed.ids and number <= options.retries]
+        retried = backlog.failed if number <= options.retries else []
         wanted = _wanted_again(session, options, summary)
-        again = [arriving_after(job, -job.spec.arrival_s) for job in (*retried, *wanted)]
-        if not again:
+        backlog = Backlog([arriving_after(job, -job.spec.arrival_s) for job in (*retried, *wanted)])
+        if not (again := backlog.take()):
             break
         if retried:
             jobs = counted(len(retried), "job")
@@ -280,8 +294,8 @@ def run_jobs(
             summary = replace(summary, num_failed=0, failures=())
         if wanted:
             logger.info("running %s again with the next seed", counted(len(wanted), "job"))
-        failed = _FailedJobs()
-        summary = _run(session, again, replace(options, trace=None), watchers=[failed], before=summary)
+        arrivals = replace(arrivals, backlog=backlog)
+        summary = _run(session, again, replace(options, trace=None), arrivals=arrivals, before=summary)
     return replace(summary, num_unfinished=summary.num_unfinished + num_left)
 
 
@@ -295,15 +309,6 @@ def _wanted_again(session: Session, options: RunOptions, summary: Summary) -> Se
     except InterruptedRunError:
         _end_hooks(summary, options, status="stopped")
         raise
-
-
-class _FailedJobs(Observer):
-    def __init__(self) -> None:
-        self.ids: set[str] = set()
-
-    def ended(self, outcome: JobOutcome) -> None:
-        if outcome.status == "failed":
-            self.ids.add(outcome.info.job_id)
 
 
 def _joined(first: Summary, retried: Summary) -> Summary:
@@ -344,7 +349,8 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
         with contextlib.suppress(OSError):  # a folder that others own: gfgen status needs the output folder
             write_live(folder, {"output": str(options.output_dir.absolute())})
         inbox.start(admit=partial(session.admission.of_loaded(session.checkpoints), may_ask=True))
-        return _run(session, first, options, inbox=inbox)
+        arrivals = Arrivals(inbox, observers=[inbox], watched=inbox.folder)
+        return _run(session, first, options, arrivals=arrivals)
 
 
 def _run(
@@ -352,20 +358,18 @@ def _run(
     todo: Sequence[AdmittedJob],
     options: RunOptions,
     *,
-    skipped: Sequence[AdmittedJob] = (),
-    watchers: Sequence[Observer] = (),
-    inbox: Inbox | None = None,
+    num_skipped: int = 0,
+    arrivals: Arrivals,
     before: Summary | None = None,
 ) -> Summary:
     """The summary, and that of the run whose failed jobs these are. Raises: InterruptedRunError."""
-    arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox], watched=inbox.folder)
-    observers = [*_observers(options), *watchers]
     try:
-        summary = session.run(todo, options=options, observers=observers, skipped=skipped, arrivals=arrivals)
+        summary = session.run(
+            todo, options=options, observers=_observers(options), num_skipped=num_skipped, arrivals=arrivals
+        )
     except GfgenError:  # such as a full disk, or no rank that is left
-        before = before or Summary()
-        before = replace(before, num_unfinished=before.num_unfinished + len(todo))
-        _end_hooks(before, options, status="failed")
+        before, num_left = before or Summary(), len(todo) + len(arrivals.backlog)
+        _end_hooks(replace(before, num_unfinished=before.num_unfinished + num_left), options, status="failed")
         raise
     if before is not None:
         summary = _joined(before, summary)

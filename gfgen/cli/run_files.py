@@ -15,7 +15,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.index import INDEX_NAME, ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
 from gfgen.runtime.files.ownership import Claims
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
 
 logger = logging.getLogger(__name__)
+LONG_BYTES = 2**20
+"""Of job files for which the folder gets an index."""
 LOCAL = "local"
 """The value of --ray that starts a cluster on this machine."""
 
@@ -105,8 +109,22 @@ def admit_jobs(
 ) -> tuple[Sequence[AdmittedJob], Claims, Sequence[Problem]]:
     """The jobs, the finished ones among the claims, and the problems. Raises: as `judge`."""
     claims = claims_of(source, options)
-    found = judge(source, admission, claims=claims, has_bar=has_bar(options))
-    admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
+    is_long = sum(path.stat().st_size for path in source.paths if path.is_file()) > LONG_BYTES
+    looks_at_all = options.force or options.failed or options.keep_if is not None
+    if not looks_at_all and (is_long or (options.output_dir / INDEX_NAME).exists()):
+        claims.index = ManifestIndex(options.output_dir, is_kept=True)
+        context = f"{version('gfgen')} {options.model} {options.ranks.has_random_weights} "
+        source = replace(source, index=claims.index, context=context)
+    try:
+        found = judge(source, admission, claims=claims, has_bar=has_bar(options))
+        admitted, problems = jobs_to_run(found, skip_invalid=options.skip_invalid)
+    except BaseException:
+        if claims.index is not None and not (options.output_dir / MANIFEST_NAME).exists():
+            (options.output_dir / INDEX_NAME).unlink(missing_ok=True)  # a new folder stays empty
+        raise
+    if claims.index is not None:
+        claims.index.keep()
+    claims.num_known = found.parsed.num_done
     return admitted, claims, problems
 
 

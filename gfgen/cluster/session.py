@@ -24,7 +24,7 @@ from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.processes.workers import Requests
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import HostMemory
-from gfgen.session.session import RunSetup, Session, SessionOptions
+from gfgen.session.session import Arrivals, RunSetup, Session, SessionOptions
 from gfgen.system.signals import SignalPipe
 
 SPARE_SLOTS = 16
@@ -100,7 +100,9 @@ class ClusterSession(Session):
         """As of any session; times on ranks are those of nodes, which the summary does not have."""
         return replace(super().run(jobs, **options), num_ranks=0, busy_s=0.0, waited_s=0.0, moved_s=0.0)
 
-    def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
+    def _start(
+        self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock, arrivals: Arrivals
+    ) -> RunStart:
         joined = self._cluster.joined
         most = max([MAX_RANKS, *(node.num_ranks for node in joined)])
         # A new one for each run: nodes join it again.
@@ -109,7 +111,7 @@ class ClusterSession(Session):
             self._fleet,
             started_at=clock.started_at,
             last_number=self._last_number,
-            arrived_at=self._first_arrivals(options),
+            arrived_at=self._first_arrivals(jobs, options, arrivals),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             grace_s=options.grace_s,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,10 @@ from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 from gfgen.job.weighted import AUTO, PLAIN
 
 MAX_FILE_BYTES = 2**28
-"""Of a file, which is read into memory."""
+"""Of a file that is read into memory, and of a line of JSON Lines."""
+HEAD_BYTES = 2**16
+"""Of a file, from which its kind is known."""
+UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
@@ -41,7 +45,8 @@ OVER_LINES = (
 _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
-Entry = tuple[int, Mapping[str, object] | Problem]
+Entry = tuple[int, Mapping[str, object] | Problem | str]
+"""The line, and its job; a text is JSON that is not decoded yet."""
 
 
 def is_url(file: str) -> bool:
@@ -93,14 +98,31 @@ def entries_of(
     stream: BinaryIO, *, suffix: str, prompts: PromptLines | None = None
 ) -> tuple[str, Iterator[Entry]]:
     """The kind of a file, by its beginning or else `suffix`, and its entries, which raise ReadingEnded."""
-    content = stream.read(MAX_FILE_BYTES + 1)
-    is_utf16, text = content.startswith(UTF16_MARKS), ""
-    with contextlib.suppress(UnicodeDecodeError):
-        text = content.decode("utf-16" if is_utf16 else "utf-8-sig", "surrogateescape")
-    first = _COMMENTS.match(text).end()  # type: ignore[union-attr]
-    kind = _kind_of(text[first:].partition("\n")[0].strip(), suffix.lower())
+    content = stream.read(HEAD_BYTES) + stream.readline(MAX_FILE_BYTES)
+    first = _first_line(_decoded(content))
+    if (
+        first.startswith("{")
+        and _kind_of(first, suffix) == JSON_LINES
+        and not content.startswith(UTF16_MARKS)
+    ):
+        return JSON_LINES, _json_lines(itertools.chain(io.BytesIO(content.removeprefix(UTF8_MARK)), stream))
+    content += stream.read(max(0, MAX_FILE_BYTES + 1 - len(content)))
+    text = _decoded(content)
+    kind = _kind_of(_first_line(text), suffix.lower())
     read = partial(_prompts, read=prompts or PromptLines()) if kind == PROMPTS else _READERS[kind]
     return kind, _entries(content, text, read)
+
+
+def _decoded(content: bytes) -> str:
+    """Empty for broken UTF-16."""
+    with contextlib.suppress(UnicodeDecodeError):
+        is_utf16 = content.startswith(UTF16_MARKS)
+        return content.decode("utf-16" if is_utf16 else "utf-8-sig", "surrogateescape")
+    return ""
+
+
+def _first_line(text: str) -> str:
+    return text[_COMMENTS.match(text).end() :].partition("\n")[0].strip()  # type: ignore[union-attr]
 
 
 def _entries(content: bytes, text: str, read: Callable[[str], Iterator[Entry]]) -> Iterator[Entry]:
@@ -159,19 +181,19 @@ def _field_name(name: str) -> str:
     return plain if plain in FIELDS or plain in VARIATION_FIELDS else name
 
 
-def _json_lines(text: str) -> Iterator[Entry]:
+def _json_lines(lines: Iterable[bytes]) -> Iterator[Entry]:
     is_first, begun_at = True, None
-    for number, line in _lines(text):
+    for number, line in _lines(each.decode(errors="surrogateescape") for each in lines):
         if begun_at is not None and not line.startswith("{"):
             raise ReadingEnded(begun_at, OVER_LINES)
-        yield number, _decode_object(number, line)
+        yield number, line
         is_open = line.startswith("{") and line.endswith(("{", ",", "["))
         begun_at = number if is_first and is_open else None
         is_first = False
 
 
 def _prompts(text: str, *, read: PromptLines) -> Iterator[Entry]:
-    for number, line in _lines(text):
+    for number, line in _lines(io.StringIO(text)):
         if bad := _not_utf8(line):
             yield number, Problem(number, None, None, bad[1])
             continue
@@ -181,13 +203,13 @@ def _prompts(text: str, *, read: PromptLines) -> Iterator[Entry]:
             yield from ((number, problem) for problem in error.at_line(number))
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(io.StringIO(text), start=1):
+def _lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(lines, start=1):
         if (line := line.strip()) and not line.startswith("#"):
             yield number, line
 
 
-def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
+def decoded_object(line: int, text: str) -> Mapping[str, object] | Problem:
     if bad := _not_utf8(text):
         return Problem(line, None, None, bad[1])
     try:
@@ -293,7 +315,7 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_parse_object, parse_float=number_of)
 _READERS: Mapping[str, Callable[[str], Iterator[Entry]]] = {
-    JSON_LINES: _json_lines,
+    JSON_LINES: lambda text: _json_lines(text.encode(errors="surrogateescape").split(b"\n")),
     ARRAY: _array,
     TABLE: _table,
 }

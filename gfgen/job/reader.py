@@ -6,6 +6,7 @@ bytes -> objects (inputs.py) -> fields (fields.py) -> ids and file names (spec.p
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import sys
@@ -17,7 +18,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from gfgen.errors import GfgenError, InputError, JobError, Problem, at, in_one_line, without_secrets
 from gfgen.job.fields import FIELDS, MAX_DURATION_S, MAX_OUTPUT_BYTES, parse_fields, parse_moment, shown
@@ -33,13 +34,24 @@ from gfgen.job.inputs import (
     PromptLines,
     ReadingEnded,
     array_entries,
+    decoded_object,
     entries_of,
     is_url,
 )
+from gfgen.job.packed import FEW, SPECS, Packed
 from gfgen.job.parquet import PARQUET, SUFFIX, rows_of
 from gfgen.job.recipes import Recipes
-from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over, variations
-from gfgen.job.spec import JobSpec, default_id, file_names, filled, name_key, numbered_names, with_own_name
+from gfgen.job.shared import MAX_JOBS, VARIATION_FIELDS, check_defaults, is_defaults, over, variations
+from gfgen.job.spec import (
+    RANDOM_SEED,
+    JobSpec,
+    default_id,
+    file_names,
+    filled,
+    name_key,
+    numbered_names,
+    with_own_name,
+)
 from gfgen.job.weighted import AUTO
 
 MAX_PROBLEMS = 1_000
@@ -47,6 +59,7 @@ SHORT_DAY_S = 23 * 3_600
 BAR_FROM = 10_000
 """Lines that are read, or jobs that are admitted, without a progress bar."""
 
+KEY_BYTES = 17
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 
@@ -56,12 +69,30 @@ class ParsedJobs:
     """The valid jobs of the lines without a problem, and all problems; `source` is the file in messages."""
 
     source: str
-    specs: tuple[JobSpec, ...]
+    specs: Sequence[JobSpec]
     problems: tuple[Problem, ...]
     kinds: tuple[tuple[str, str], ...] = ()
     """Each file that is not JSON Lines, and what it is."""
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     num_varied: int = 0
+    num_done: int = 0
+    """Further jobs, on lines that a `LineIndex` knows."""
+    keys: bytes | bytearray = b""
+    """With a `LineIndex`, KEY_BYTES for each of `specs`: its line's, and whether it has the id; or zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneJob:
+    id: str
+    output: str | None
+    format: str | None
+    has_own_id: bool
+    """The line gives it."""
+
+
+class LineIndex(Protocol):
+    def done(self, key: bytes) -> DoneJob | None:
+        """The job of the line with this key, which is a hash of all that decides what the line means."""
 
 
 def _source_name(files: Sequence[str]) -> str:
@@ -130,7 +161,7 @@ def read_job_stream(
     with contextlib.suppress(_ListEnded):
         jobs.add_file(entries, source, folder=folder, images=images)
     kinds = () if kind == JSON_LINES else ((source, kind),)
-    return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems), kinds)
+    return ParsedJobs(source, jobs.specs, tuple(jobs.problems), kinds)
 
 
 def with_bar(
@@ -206,10 +237,16 @@ class _JobList:
     folder: Path | None = None
     """Of lists of texts; None refuses these, for jobs that come from other machines."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    specs: list[JobSpec] = field(default_factory=list)
+    specs: list[JobSpec] | Packed[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
     num_varied: int = 0
+    index: LineIndex | None = None
+    """Lines that it knows are not decoded."""
+    context: str = ""
+    """Of keys, beside the line and its defaults."""
+    keys: bytearray = field(default_factory=bytearray)
+    num_done: int = 0
     place: int = 0
     """Of the last job in its file, faulty ones included."""
     id_takers: dict[str, int] = field(default_factory=dict)
@@ -220,7 +257,7 @@ class _JobList:
     ) -> None:
         self.images, self.folder = images or ImageReader(folder), folder if images is None else None
         self.defaults, self.place = {}, 0
-        num_before = len(self.specs) + len(self.problems)
+        num_before = len(self.specs) + len(self.problems) + self.num_done
         try:
             for place, (line, entry) in enumerate(entries):
                 self._add(line, entry, is_first=place == 0)
@@ -229,15 +266,23 @@ class _JobList:
             where = "" if end.line is None else f"{at(end.line)}: "
             self.problems.append(Problem(None, None, None, f"{where}{end.accepted}"))
             raise _ListEnded from None
-        if len(self.specs) + len(self.problems) == num_before:
+        if len(self.specs) + len(self.problems) + self.num_done == num_before:
             accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
             self.problems.append(Problem(None, None, None, accepted))
 
-    def _add(self, line: int, entry: Mapping[str, object] | Problem, *, is_first: bool) -> None:
+    def _add(self, line: int, entry: Mapping[str, object] | Problem | str, *, is_first: bool) -> None:
         if len(self.problems) >= MAX_PROBLEMS:
             raise ReadingEnded(
                 line, f"this line and those below it were not read, after {len(self.problems):,} problems"
             )
+        key = b""
+        if isinstance(entry, str):
+            if self.index is not None:
+                text = f"{self.context}{self.defaults or ''}\n{entry}"
+                key = hashlib.blake2b(text.encode(errors="replace"), digest_size=KEY_BYTES - 1).digest()
+                if (done := self.index.done(key)) is not None and self._skip(line, done):
+                    return
+            entry = decoded_object(line, entry)
         if isinstance(entry, Problem):
             self.problems.append(entry)
             self.place += 1
@@ -245,7 +290,39 @@ class _JobList:
             self._take_defaults(line, entry["defaults"])
         else:
             given = over(over(self.fallbacks, self.defaults), entry)
-            self._add_line_of_jobs(line, over(given, self._overrides_of(entry)))
+            given, num_before = over(given, self._overrides_of(entry)), len(self.specs)
+            self._add_line_of_jobs(line, given)
+            if self.index is not None:
+                num_new = len(self.specs) - num_before
+                is_kept = key and num_new == 1 and self._is_plain(self.specs[-1], given)
+                has_own_id = given.get("id") is not None
+                self.keys += key + bytes([has_own_id]) if is_kept else bytes(KEY_BYTES * num_new)
+
+    def _skip(self, line: int, job: DoneJob) -> bool:
+        """Count a job that is done, with the names that it takes; False if the line may stand for another."""
+        if not job.has_own_id and self.occurrences[job.id]:
+            return False
+        self.occurrences[job.id] += not job.has_own_id
+        self.place += 1
+        self.num_done += 1
+        names = {"id": job.id, "output": job.output, "format": job.format}
+        self.problems += JobError(*self._take_names(line, names)).at_line(line)
+        return True
+
+    def _is_plain(self, spec: JobSpec, given: Mapping[str, Any]) -> bool:
+        """Whether its line means this job whatever other lines and files there are."""
+        is_first = given.get("id") is not None or self.occurrences[spec.id] == 1
+        own = (
+            spec.image,
+            spec.files,
+            spec.lora,
+            spec.args,
+            spec.recipe,
+            spec.place,
+            spec.seed == RANDOM_SEED,
+        )
+        is_alone = given.keys().isdisjoint(VARIATION_FIELDS)
+        return is_first and is_alone and not any(own) and "{" not in (spec.output or "")
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
         if problems := check_defaults(defaults):
@@ -266,7 +343,7 @@ class _JobList:
         problems: dict[Problem, None] = {}
         try:
             for job in variations(mapping, fixed=self.overrides, folder=self.folder):
-                if len(self.specs) + len(specs) >= self.max_jobs:
+                if len(self.specs) + len(specs) + self.num_done >= self.max_jobs:
                     raise ReadingEnded(line, f"a file has at most {self.max_jobs:,} jobs; split it here")
                 spec, found = self._parse(line, job)
                 problems |= dict.fromkeys(found)
@@ -279,7 +356,9 @@ class _JobList:
         if problems:
             self.problems += problems
         else:
-            self.specs += specs
+            self.specs.extend(specs)
+            if isinstance(self.specs, list) and len(self.specs) >= FEW:
+                self.specs = Packed(SPECS, self.specs)
             self.num_varied += len(specs) > 1
 
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
@@ -357,6 +436,9 @@ class JobSource:
     tags: tuple[str, ...] = ()
     limit: int | None = None
     """The most jobs, the first ones of those that match."""
+    index: LineIndex | None = field(default=None, compare=False)
+    context: str = ""
+    """What else decides what the lines of an index mean, as a text."""
 
     def __post_init__(self) -> None:
         if "" in self.files:
@@ -392,6 +474,8 @@ class JobSource:
         files = [file if file == "-" or is_url(file) else str(Path(file)) for file in self.files]
         syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
         jobs = _JobList(self.overrides, self.fallbacks, own_recipes=self.own_recipes)
+        if not (self.only or self.tags or self.limit):
+            jobs.index, jobs.context = self.index, f"{self.context}{self.overrides}{self.fallbacks}"
         kinds: list[tuple[str, str]] = []
         defaults: list[tuple[str, Mapping[str, Any]]] = []
         are_several = len(files) + bool(self.prompts) > 1
@@ -418,8 +502,17 @@ class JobSource:
                 prompts = ((number, {"prompt": text}) for number, text in enumerate(self.prompts, start=1))
                 entries = _of_file(prompts, PROMPTS_NAME, len(files)) if are_several else prompts
                 jobs.add_file(entries, PROMPTS_NAME, folder=Path())
-        specs, problems = tuple(jobs.specs), tuple(jobs.problems)
-        return ParsedJobs(self.name, specs, problems, tuple(kinds), tuple(defaults), jobs.num_varied)
+        specs, problems = jobs.specs, tuple(jobs.problems)
+        return ParsedJobs(
+            self.name,
+            specs,
+            problems,
+            tuple(kinds),
+            tuple(defaults),
+            jobs.num_varied,
+            num_done=jobs.num_done,
+            keys=jobs.keys,
+        )
 
     def _has(self, spec: JobSpec) -> bool:
         has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)

@@ -41,10 +41,11 @@ SETTABLE_VARIATIONS = ("seeds", "num_images")
 """Those of the variation fields that the command line can give to all lines."""
 SIDES = {"size", "width", "height"}
 SEEDS = {"seed", "seeds"}
-MAX_JOBS = 100_000
-"""Of a file, and of a line with variations."""
+MAX_JOBS = 1_000_000
+MAX_VARIATIONS = 100_000
+"""Jobs of a file, and of one line."""
 MAX_LIST_BYTES = 2**24
-_NUM_IMAGES = in_range("num_images", 1, MAX_JOBS, is_whole=True)
+_NUM_IMAGES = in_range("num_images", 1, MAX_VARIATIONS, is_whole=True)
 CHOICE = re.compile(r"\{([^{}]*)\}")
 SEED_RANGE = re.compile(r" *([0-9]{1,20}) *\.\. *([0-9]{1,20}) *")
 TEXTS = ("prompt", "negative_prompt")
@@ -178,8 +179,10 @@ def variations(
     axes = _axes(mapping, plain, fixed, folder)
     number = _number_of_images(mapping.get("num_images"))
     count = number * math.prod(len(values) for values in axes.values())
-    if count > MAX_JOBS:
-        raise _refused(asked[0], mapping[asked[0]], f"this line makes {count:,} jobs; at most {MAX_JOBS:,}")
+    if count > MAX_VARIATIONS:
+        raise _refused(
+            asked[0], mapping[asked[0]], f"this line makes {count:,} jobs; at most {MAX_VARIATIONS:,}"
+        )
     return _jobs(plain, axes, number, is_numbered=count > 1)
 
 
@@ -236,9 +239,9 @@ def _seeds(seeds: object) -> Sequence[Any]:
         return seeds
     match = SEED_RANGE.fullmatch(seeds) if isinstance(seeds, str) else None
     found = range(int(match[1]), int(match[2]) + 1) if match else range(0)
-    if not 1 <= found.stop - found.start <= MAX_JOBS:
+    if not 1 <= found.stop - found.start <= MAX_VARIATIONS:
         raise _refused(
-            "seeds", seeds, f'a range like "1..8" of at most {MAX_JOBS:,} seeds, or a list like [3, 5]'
+            "seeds", seeds, f'a range like "1..8" of at most {MAX_VARIATIONS:,} seeds, or a list like [3, 5]'
         )
     return found
 
@@ -260,8 +263,8 @@ def _expanded(name: str, text: object, folder: Path | None) -> list[Any]:
     ]
     if any(char in piece for piece in pieces[::2] for char in "{}"):
         raise _refused(name, text, 'braces around choices, such as "a {red|blue} fox"; not nested')
-    if math.prod(map(len, choices)) > MAX_JOBS:
-        raise _refused(name, text, f"a text that stands for at most {MAX_JOBS:,} texts")
+    if math.prod(map(len, choices)) > MAX_VARIATIONS:
+        raise _refused(name, text, f"a text that stands for at most {MAX_VARIATIONS:,} texts")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

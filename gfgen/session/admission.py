@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, Warned, listed
-from gfgen.job.reader import JobSource, ParsedJobs, passed_deadlines, with_bar
+from gfgen.job.packed import FEW, Packed
+from gfgen.job.reader import KEY_BYTES, JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec, call_key
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.models.geometry.rules import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel, admit
+from gfgen.runtime.core.admission import JOBS, AdmittedJob, Judged, ResolvedModel, admit
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
@@ -71,6 +72,7 @@ class AdmittedSource:
     problems: Sequence[Problem]
     num_colliding: int = 0
     """Jobs whose file is in the way."""
+    has_warnings: bool = True
 
 
 def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
@@ -82,7 +84,8 @@ def jobs_to_run(found: AdmittedSource, *, skip_invalid: bool = False) -> Judged:
         logger.warning("%s: %s; these jobs are skipped", name, counted(len(problems), "problem"))
     for line in listed(problems):
         logger.warning("%s: %s", name, line)
-    tell_of_warnings((job.info.spec, job.info.warnings) for job in found.jobs)
+    if found.has_warnings:
+        tell_of_warnings((job.info.spec, job.info.warnings) for job in found.jobs)
     return found.jobs, problems
 
 
@@ -102,12 +105,29 @@ def judge(
     """
     parsed = parse(source, admission.models.default, has_bar=has_bar, is_whole=is_whole)
     done = None if claims is None else claims.done
-    jobs, refused = admission(parsed.specs, may_ask=is_whole, has_bar=has_bar, done=done)
-    if jobs and is_whole:
-        admission.models.precision.tell_of_other_models({job.checkpoint for job in jobs})
-    jobs, without_file = (jobs, ()) if claims is None else claims.claim(jobs)
-    problems = _by_line(parsed.problems, refused, without_file)
-    return AdmittedSource(parsed, jobs, problems, num_colliding=len(without_file))
+    if claims is not None and parsed.num_done and claims.depend_on_all(parsed.specs):
+        parsed = parse(
+            replace(source, index=None), admission.models.default, has_bar=has_bar, is_whole=is_whole
+        )
+    specs, problems = parsed.specs, list(parsed.problems)
+    kept: list[AdmittedJob] | Packed[AdmittedJob] = [] if len(specs) <= FEW else Packed(JOBS)
+    shown, num_colliding = with_bar(specs, "checking", is_shown=has_bar, unit=" jobs", total=len(specs)), 0
+    size = max(1, len(specs)) if claims is None or claims.depend_on_all(specs) else FEW
+    checkpoints, has_warnings = set[Path](), False
+    for start in range(0, max(1, len(specs)), size):
+        part = list(itertools.islice(shown, size))
+        found, refused = admission(part, may_ask=is_whole, done=done)
+        checkpoints |= {job.checkpoint for job in found}
+        if claims is not None and claims.index is not None:
+            claims.index.note({job.job_id: job.info for job in found}, part, parsed.keys[KEY_BYTES * start :])
+        found, without_file = (found, ()) if claims is None else claims.claim(found)
+        kept.extend(found)
+        has_warnings = has_warnings or any(job.info.warnings for job in found)
+        problems += (*refused, *without_file)
+        num_colliding += len(without_file)
+    if checkpoints and is_whole:
+        admission.models.precision.tell_of_other_models(checkpoints)
+    return AdmittedSource(parsed, kept, _by_line(problems), num_colliding, has_warnings)
 
 
 @no_collection()
@@ -146,8 +166,8 @@ def _by_line(*problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:
     """Log that --model has no effect if every job names another model."""
-    names = {spec.model for spec in specs}
-    if names and default_model != DEFAULT_MODEL and not names & {None, default_model}:
+    names = {spec.model for spec in specs} if default_model != DEFAULT_MODEL else ()
+    if names and not names & {None, default_model}:
         logger.warning("--model %s has no effect: every job names its own", default_model)
 
 
@@ -243,10 +263,9 @@ class Admission:
         specs: Sequence[JobSpec],
         *,
         may_ask: bool = False,
-        has_bar: bool = False,
         done: Done | None = None,
     ) -> Judged:
-        jobs, refused = self.resolve(specs, has_bar=has_bar)
+        jobs, refused = self.resolve(specs)
         jobs, unlike = self.models.try_calls(jobs, may_ask=may_ask)
         jobs, unfit = self.fit(jobs, done=done)
         return jobs, (*refused, *unlike, *unfit)
@@ -257,10 +276,9 @@ class Admission:
         jobs, unfit = self.memory.fit(jobs, is_new=False)
         return jobs, (*refused, *unfit)
 
-    def resolve(self, specs: Sequence[JobSpec], *, has_bar: bool = False) -> Judged:
+    def resolve(self, specs: Sequence[JobSpec]) -> Judged:
         named, unknown = self.memory.patches.named(specs)
-        shown = with_bar(named, "checking", is_shown=has_bar, unit=" jobs", total=len(named))
-        jobs, refused = admit(shown, default_model=self.models.default, find_model=self.models.find)
+        jobs, refused = admit(named, default_model=self.models.default, find_model=self.models.find)
         if self.memory.devices.over_host:
             jobs = tuple(replace(job, limits=replace(job.limits, in_torus=True)) for job in jobs)
         return jobs, (*unknown, *refused)

@@ -105,7 +105,8 @@ class LiveRun(Observer):
         found: dict[str, None] = {}
         unmatched = []
         for pattern in patterns:
-            ids = [pattern] if pattern in self.view.open else matching(self.view.open, pattern)
+            open_ids = itertools.chain(self.view.open, self.view.backlog)
+            ids = [pattern] if pattern in self.view.open else matching(open_ids, pattern)
             found |= dict.fromkeys(ids)
             unmatched += [] if ids else [pattern]
         self._unwanted += found
@@ -117,8 +118,6 @@ class LiveRun(Observer):
         self._write()
 
     def ended(self, outcome: JobOutcome) -> None:
-        if outcome.status == "skipped":
-            return
         self._recent.append(
             {
                 "id": outcome.info.job_id,
@@ -155,20 +154,21 @@ class LiveRun(Observer):
     def _write(self) -> None:
         """Replace the record if it has changed; a disk that refuses it ends the record, not the run."""
         view = self.view
-        state = "stopping" if view.is_stopping else "running"
+        state, num_open = "stopping" if view.is_stopping else "running", len(view.open) + len(view.backlog)
         running = sum(row["state"] == "running" for row in self._rows["jobs"])
         record = {
             "pid": os.getpid(),
             "started_at": round(self._started_at, 3),
-            "state": ("stopped" if view.open else "ended") if self._is_closed else state,
+            "state": ("stopped" if num_open else "ended") if self._is_closed else state,
             "policy": view.policy,
             "deciding": view.deciding,
             "watched": self._watched,
             "counts": {
                 "jobs": view.num_jobs,
-                **{name: view.num_ended[name] for name in ("skipped", "done", "failed", "cancelled")},
+                "skipped": view.num_skipped,
+                **{name: view.num_ended[name] for name in ("done", "failed", "cancelled")},
                 "running": running,
-                "waiting": max(0, len(view.open) - running),
+                "waiting": max(0, num_open - running),
             },
             **self._rows,
             "recent": list(self._recent),
@@ -190,7 +190,7 @@ class LiveRun(Observer):
         if snapshot.now_s >= self._next_sum_s:
             self._next_sum_s = snapshot.now_s + SUM_S
             views = itertools.chain(snapshot.open.values(), snapshot.busy.values())
-            work_s = sum(view.remaining_s for view in views)
+            work_s = sum(view.remaining_s for view in views) + snapshot.unseen_s
             self._many_end_at = self._moment(snapshot.now_s + work_s / max(1, len(snapshot.ranks)))
         return self._many_end_at
 

@@ -23,6 +23,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.control import Control, Intake, Steering
 from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
@@ -86,6 +87,8 @@ class SessionOptions:
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     intake: Intake | None = None
+    backlog: Backlog = field(default_factory=Backlog)
+    """Where further jobs wait that are there at the start."""
     observers: Sequence[Observer] = ()
     """Observers of the run that stay open after it, such as the source itself."""
     requests: Requests | None = None
@@ -227,7 +230,7 @@ class Session:
         *,
         options: SessionOptions | None = None,
         observers: Sequence[Observer] = (),
-        skipped: Sequence[AdmittedJob] = (),
+        num_skipped: int = 0,
         arrivals: Arrivals | None = None,
         profile: Profile | None = None,
         clock: Clock | None = None,
@@ -242,7 +245,7 @@ class Session:
         setup = RunSetup(
             options,
             clock,
-            self._start(jobs, options, clock),
+            self._start(jobs, options, clock, arrivals),
             profile or known_profile(options.ranks),
             arrivals,
             keeps_measured=profile is None,
@@ -254,7 +257,7 @@ class Session:
             if arrivals.requests is None and live.takes_requests:
                 setup = replace(setup, arrivals=replace(arrivals, requests=live))
             observers = (manifest, *observers, live)
-        seen_by = with_view([*observers, *arrivals.observers])
+        seen_by = with_view([*observers, *arrivals.observers], arrivals.backlog)
         with contextlib.ExitStack() as stack:
             for observer in observers:
                 stack.callback(observer.close)
@@ -263,7 +266,7 @@ class Session:
                 setup,
                 stack,
                 observers=seen_by,
-                skipped=skipped,
+                num_skipped=num_skipped,
                 journal=self._journal(jobs, setup, stack),
             )
             if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
@@ -272,7 +275,7 @@ class Session:
             for use in summary.memory.values():
                 self._peaks |= use.task_peaks
         state = control.state
-        self.stop_signal = state.closing.stop_signal if state.jobs.records else None
+        self.stop_signal = state.closing.stop_signal if state.jobs.records or arrivals.backlog else None
         return summary
 
     def _control(
@@ -305,6 +308,7 @@ class Session:
             policy=options.policy,
             steering=Steering(
                 intake=arrivals.intake,
+                backlog=arrivals.backlog,
                 chooser=arrivals.chooser or own_chooser,
                 residency=self.residency,
                 free_bytes=partial(free_bytes, options.output_dir) if has_files else None,
@@ -334,11 +338,18 @@ class Session:
         except (ModelError, OSError):
             return None
 
-    def _first_arrivals(self, options: SessionOptions) -> Mapping[tuple[str, str], float]:
-        journal = options.output_dir / JOURNAL_NAME
-        return first_arrivals(journal, forced_from=options.forced_from) if options.keeps_records else {}
+    def _first_arrivals(
+        self, jobs: Sequence[AdmittedJob], options: SessionOptions, arrivals: Arrivals
+    ) -> Mapping[tuple[str, str], float]:
+        """Empty if no job needs them: of a backlog, jobs with deadlines come first."""
+        has_deadlines = any(job.spec.deadline_s or job.spec.deadline_clock for job in jobs)
+        if not options.keeps_records or not (has_deadlines or arrivals.intake):
+            return {}
+        return first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=options.forced_from)
 
-    def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
+    def _start(
+        self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock, arrivals: Arrivals
+    ) -> RunStart:
         pool, folder, memory = self.pool, options.output_dir, self.admission.memory
         if rates := [each.read_bytes_per_s for each in pool.living if each.read_bytes_per_s]:
             memory.profile = replace(memory.profile, read_bytes_per_s=round(median(rates)))
@@ -348,7 +359,7 @@ class Session:
             lookahead_s=options.lookahead_s,
             started_at=clock.started_at,
             last_number=pool.last_number,
-            arrived_at=self._first_arrivals(options),
+            arrived_at=self._first_arrivals(jobs, options, arrivals),
             resume=resume.find(
                 folder, jobs, weights_mark=pool.models.weights_mark, computed_with=pool.settings.computed_with
             ),
@@ -374,7 +385,8 @@ class Session:
             policy=options.policy.name,
             profile=None if setup.profile is None else setup.profile.hash,
             job_file=options.job_file,
-            claimed={"named_at": options.named_at, "forced_from": options.forced_from},
+            claimed={"named_at": options.named_at, "forced_from": options.forced_from}
+            | setup.arrivals.backlog.header,
         )
         journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
         stack.callback(journal.close)

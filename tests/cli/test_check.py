@@ -50,7 +50,7 @@ def finished(folder: Path, monkeypatch, capsys, *jobs: dict[str, Any], status: s
     put(folder / "jobs.jsonl", *jobs)
     found = []
 
-    def run_jobs(session: object, admitted: Any, options: object, *, done: object) -> Summary:
+    def run_jobs(session: object, admitted: Any, options: object, claims: Any) -> Summary:
         found.extend(admitted)
         return Summary()
 

@@ -33,7 +33,7 @@ def runs(monkeypatch):
     """The options of each run, which does nothing."""
     given: list[Any] = []
 
-    def run_jobs(session, jobs, options, *, done):
+    def run_jobs(session, jobs, options, claims):
         given.append(options)
         return Summary()
 

@@ -25,7 +25,7 @@ def admitted(monkeypatch):
     """The jobs, and the output folder, of each run that passes admission: nothing is started."""
     runs = []
 
-    def run_jobs(session, jobs, options, *, done):
+    def run_jobs(session, jobs, options, claims):
         runs.append(({job.job_id: job.replaces for job in jobs}, options.output_dir))
         return Summary()
 

@@ -28,7 +28,7 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
 ) -> None:
     seen = []
 
-    def run_jobs(session: object, admitted: object, options: object, *, done: object) -> Summary:
+    def run_jobs(session: object, admitted: object, options: object, claims: object) -> Summary:
         seen.append(options)
         return Summary()
 

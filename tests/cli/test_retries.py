@@ -14,6 +14,7 @@ from gfgen.cli.run import run_jobs
 from gfgen.errors import InterruptedRunError, OutputError
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.ownership import Claims
 
 
 class Session:
@@ -27,14 +28,14 @@ class Session:
 
     def load(self, jobs: object) -> None: ...
 
-    def run(self, jobs: Any, *, observers: Any, **_: object) -> Summary:
+    def run(self, jobs: Any, *, observers: Any, arrivals: Any, **_: object) -> Summary:
         failing = self.failing.pop(0)
         self.runs.append([job.job_id for job in jobs])
         self.traces.append(any(type(each).__name__ == "TraceWriter" for each in observers))
         assert len(self.runs) == 1 or all(job.spec.arrival_s == 0 for job in jobs)
         for job in jobs:
             outcome: JobOutcome = JobOutcome(job.info, "failed" if job.job_id in failing else "done")
-            for observer in observers:
+            for observer in (*observers, arrivals.backlog):
                 observer.ended(outcome)
         for observer in observers:
             observer.close()
@@ -44,7 +45,13 @@ class Session:
 
 def options(tmp_path: Any, retries: int) -> Any:
     return SimpleNamespace(
-        retries=retries, trace=tmp_path / "trace.json", closes_at=None, output_dir=tmp_path, keep_if=None
+        retries=retries,
+        trace=tmp_path / "trace.json",
+        closes_at=None,
+        output_dir=tmp_path,
+        cluster=None,
+        forced_from=None,
+        keep_if=None,
     )
 
 
@@ -64,7 +71,7 @@ def test_failed_jobs_run_again_until_none_fails(tmp_path, monkeypatch, retries, 
     monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
     given = options(tmp_path, retries)
     given.ranks = SimpleNamespace(step_times=None)
-    summary = run_jobs(session, jobs, given, done=())  # type: ignore[arg-type]
+    summary = run_jobs(session, jobs, given, Claims(output_dir=given.output_dir, job_file="-"))  # type: ignore[arg-type]
     assert session.runs == runs
     assert (summary.num_done, summary.num_failed) == counts
     assert summary.makespan_s == 2.0 * len(runs)
@@ -114,7 +121,12 @@ def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeyp
     given.on_file = given.on_done = None
     given.logs = SimpleNamespace(log_json=False)
     with pytest.raises(InterruptedRunError, match="stopped; 2 jobs done, 1 left"):
-        run_jobs(session, [make_job(name) for name in "abc"], given, done=())  # type: ignore[arg-type]
+        run_jobs(
+            session,
+            [make_job(name) for name in "abc"],
+            given,
+            Claims(output_dir=given.output_dir, job_file="-"),
+        )  # type: ignore[arg-type]
 
 
 def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypatch):
@@ -128,9 +140,14 @@ def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypa
         lambda command, summary, folder, *, status, limit_s: ended.append((status, summary.num_unfinished)),
     )
     given = SimpleNamespace(**vars(options(tmp_path, 0)), ranks=SimpleNamespace(step_times=None))
-    given.on_file, given.on_done, given.hook_timeout_s, given.output_dir = None, "true", 1.0, tmp_path
+    given.on_file, given.on_done, given.hook_timeout_s = None, "true", 1.0
     with pytest.raises(OutputError):
-        run_jobs(session, [make_job(name) for name in "abc"], given, done=())  # type: ignore[arg-type]
+        run_jobs(
+            session,
+            [make_job(name) for name in "abc"],
+            given,
+            Claims(output_dir=given.output_dir, job_file="-"),
+        )  # type: ignore[arg-type]
     assert ended == [("failed", 3)]
 
 

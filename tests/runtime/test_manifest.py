@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from builders import finished_jobs
 
 from gfgen.errors import OutputError
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
+from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import (
-    GrowingManifest,
     ManifestWriter,
     read_files,
     read_manifest,
@@ -163,13 +164,6 @@ def test_prompt_in_any_script_stays_on_one_line(tmp_path: Path) -> None:
     assert len(path.read_bytes().split(b"\n")) == 3
 
 
-def test_skipped_job_gets_no_line(tmp_path: Path) -> None:
-    path = write(tmp_path, outcome(job_info("a")))
-    before = path.read_bytes()
-    write(tmp_path, JobOutcome(job_info("a"), "skipped"))
-    assert path.read_bytes() == before
-
-
 def test_jobs_that_are_done_unchanged_and_still_there_are_finished(tmp_path: Path) -> None:
     info = job_info("a")
     (tmp_path / "a.mp4").write_bytes(b"12345")
@@ -209,31 +203,36 @@ def test_whole_run_leaves_a_line_for_each_job(tmp_path: Path) -> None:
     assert {name: entry["status"] for name, entry in entries.items()} == {"a": "done", "b": "failed"}
 
 
-def test_a_growing_manifest_says_what_one_that_is_read_at_once_does(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.jsonl"
-    growing = GrowingManifest(path)
-    assert growing.read() == {}
+def test_an_index_says_what_a_manifest_does_that_is_read_at_once(tmp_path: Path) -> None:
+    path, index = tmp_path / "manifest.jsonl", ManifestIndex(tmp_path)
+    assert (index.get("a"), index.counts()) == (None, {})
+
+    def check() -> None:
+        index.catch_up()
+        lines = read_manifest(path)
+        assert {name: index[name] for name in "abc" if index.get(name)} == lines
+        assert index.counts() == Counter(each["status"] for each in lines.values())
+
     write(tmp_path, outcome(job_info("a")), outcome(job_info("b"), status="failed", error="x"))
-    assert growing.read() == read_manifest(path)
+    check()
     write(tmp_path, outcome(job_info("b")), outcome(job_info("c")))
-    assert growing.read() == read_manifest(path)
-    assert growing.read()["b"]["status"] == "done"
+    check()
+    assert index["b"]["status"] == "done"
     with path.open("ab") as file:
         file.write(b'{"version": 1, "id": "to')  # a line that is being written
-    assert set(growing.read()) == {"a", "b", "c"}
+    check()
 
 
-def test_each_line_of_a_growing_manifest_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, lines = write(tmp_path, *[outcome(job_info(f"job {idx}")) for idx in range(20)]), []
-    growing, loads = GrowingManifest(path), json.loads
+def test_an_index_reads_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lines = write(tmp_path, *[outcome(job_info(f"job {idx}")) for idx in range(20)]), []
+    loads = json.loads
     monkeypatch.setattr(json, "loads", lambda line: lines.append(line) or loads(line))
+    index = ManifestIndex(tmp_path)
     for _ in range(50):
-        assert len(growing.read()) == 20
+        index.catch_up()
     write(tmp_path, outcome(job_info("one more")))
-    assert len(growing.read()) == 21
-    assert len(list(filter(None, lines))) == 21
+    index.catch_up()
+    assert (index.counts(), len(lines)) == ({"done": 21}, 21)
 
 
 def test_fields_of_pipelines_and_several_files_have_keys_where_they_are_used(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_task_counts_once_however_many_ranks_report_it() -> None:
 
 def test_skipped_and_unfinished_jobs_are_counted_and_nothing_else() -> None:
     metrics = Metrics()
-    metrics.ended(JobOutcome(job_info("old"), "skipped"))
+    metrics.skipped(1)
     metrics.began((job_info("a"), job_info("b")), num_ranks=1, policy="srtf")
     metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=1.0))
     summary = metrics.summary()

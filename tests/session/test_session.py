@@ -22,7 +22,7 @@ from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session import admission, memory, session
 from gfgen.session.ranks import Ranks
-from gfgen.session.session import Session, SessionOptions
+from gfgen.session.session import Arrivals, Session, SessionOptions
 
 
 def options_in(folder: Path) -> SessionOptions:
@@ -168,7 +168,7 @@ def test_steps_are_read_at_the_rate_that_ranks_measured_and_later_runs_know_it(
 
     def read_s(found: Session) -> float:
         found.load([], models=["qwen-image"])
-        return found._start([], found.options, Clock()).reads_s["qwen-image"]
+        return found._start([], found.options, Clock(), Arrivals()).reads_s["qwen-image"]
 
     with Session(on_gpu(tmp_path / "out", gpu_gb=24)) as found:
         measured_s = read_s(found)

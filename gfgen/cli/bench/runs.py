@@ -64,7 +64,7 @@ def jobs_with(specs: Sequence[JobSpec], varied: Any, model: ResolvedModel) -> tu
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     if problems:
         raise InputError(f"--policy ...,{VARIED.name}={varied}: {problems[0]}")
-    return jobs
+    return tuple(jobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
 from gfgen.runtime.core.effects import tell_of_warnings, warnings_of_texts
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, read_taken
+from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
 from gfgen.runtime.files.lock import Holder, holder_of
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME, ended_at, read_manifest
+from gfgen.runtime.files.manifest import SIMULATED, WATCHED_NAME
 from gfgen.session.live import read_live, send_request
 from gfgen.system.wording import counted, in_words, on_clock
 
@@ -214,18 +215,17 @@ class RunFolder:
         )
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
-        lines = read_manifest(self._folder / MANIFEST_NAME)
+        lines = ManifestIndex(self._folder)
         last: Mapping[str, Any] = record or {"state": "ended"}
         of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
         journal = self._folder / JOURNAL_NAME
-        num_ended = sum(ended_at(line) > begun_at - 1 for line in lines.values())
-        left_here = left_ids(journal, lines, since=begun_at)
-        left = max(len(left_here), of_run.get("jobs", 0) - of_run.get("skipped", 0) - num_ended)
-        counts = Counter(
-            str(line.get("status"))
-            for job_id, line in lines.items()
-            if not line.get(SIMULATED) and job_id not in left_here
-        )
+        num_ended = lines.counts(since=begun_at - 1).total()
+        is_open = record is not None and last["state"] != "ended"
+        left_here = left_ids(journal, lines, is_last=True) if is_open else lines.ids_with("again")
+        left = max(len(left_here), of_run.get("jobs", 0) - num_ended)
+        counts = lines.counts()
+        counts -= Counter(line["status"] for job_id in left_here if (line := lines.get(job_id)) is not None)
+        counts.pop(SIMULATED, None)
         if record is None and not counts:
             if journal.exists():
                 return RunStatus(target=self._name, kind="run", state="ended", counts={"jobs": 0})

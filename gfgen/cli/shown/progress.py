@@ -64,8 +64,8 @@ class LineProgress(Observer):
         self._tell(
             headline(self.view),
             event="run_began",
-            jobs=len(jobs),
-            skipped=self.view.num_ended["skipped"],
+            jobs=self.view.num_jobs,
+            skipped=self.view.num_skipped,
             ranks=num_ranks,
             policy=policy,
         )
@@ -88,7 +88,7 @@ class LineProgress(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self._started.discard(outcome.info.job_id)
         has_failed = outcome.status == "failed"
-        if outcome.status != "skipped" and (self._with_failures or not has_failed):
+        if self._with_failures or not has_failed:
             level = logging.ERROR if has_failed else logging.INFO
             self._tell(outcome_line(outcome), level=level, **outcome_fields(outcome))
 
@@ -136,7 +136,7 @@ class BarProgress(Observer):
 
     def ended(self, outcome: JobOutcome) -> None:
         with self._lock:
-            if self._board is not None and outcome.status != "skipped":
+            if self._board is not None:
                 self._board.write(outcome_line(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
@@ -203,12 +203,11 @@ def job_line(info: JobInfo, last: Dispatch, now_s: float, predicted: Forecast, *
 def headline(view: RunView) -> str:
     text = f"{counted(view.num_jobs, 'job')} on {counted(len(view.ranks), 'rank')}"
     text += "" if view.policy == "auto" else f", policy {view.policy}"
-    skipped = view.num_ended["skipped"]
-    return text + (f"; {skipped} done before and skipped" if skipped else "")
+    return text + (f"; {view.num_skipped} done before and skipped" if view.num_skipped else "")
 
 
 def num_ended(view: RunView) -> int:
-    return view.num_ended.total() - view.num_ended["skipped"]
+    return view.num_ended.total()
 
 
 def progress_text(view: RunView, now_s: float, predicted: Forecast) -> str:
@@ -217,7 +216,8 @@ def progress_text(view: RunView, now_s: float, predicted: Forecast) -> str:
     num_failed, num_late = view.num_ended["failed"], view.num_missed + len(predicted.late)
     notes = [f"{num_failed} failed"] if num_failed else []
     notes += [f"{num_late} late"] if num_late else []
-    yet_to_come = view.num_jobs - num_ended(view) - len(view.started.keys() | predicted.ends_s.keys())
+    seen = view.started.keys() | predicted.ends_s.keys()
+    yet_to_come = view.num_jobs - num_ended(view) - len(seen) - len(view.backlog)
     notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
     rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
     return "  ".join(part for part in (count, on_clock(now_s), rest, ", ".join(notes)) if part)

@@ -35,7 +35,7 @@ class Forming:
     def add(self, record: JobRecord) -> None:
         if self.size == 1 or not record.job.can_join_batch:
             self._last = []
-        elif self._last and len(self._last) < self.size and _are_alike(record, self._last[-1]):
+        elif 0 < len(self._last) < self.size and _are_alike(record, self._last[-1]):
             self._last.append(record)
             record.batch = self._last
         else:
@@ -82,7 +82,7 @@ def _are_alike(record: JobRecord, other: JobRecord) -> bool:
     """Whether two jobs differ in nothing that shapes their steps, or says when they run."""
     own = (record.job.checkpoint, record.job.shape, record.arrival_s, record.deadline_s)
     its = (other.job.checkpoint, other.job.shape, other.arrival_s, other.deadline_s)
-    return own == its and _what_counts(record.job) == _what_counts(other.job)
+    return own == its and not other.arrived and _what_counts(record.job) == _what_counts(other.job)
 
 
 def _what_counts(job: AdmittedJob) -> object:

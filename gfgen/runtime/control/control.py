@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from gfgen.errors import InterruptedRunError, PolicyFault, RunError, StalledError
 from gfgen.job.spec import RANDOM_SEED
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.decider import Chooser, Decider
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
@@ -69,6 +70,8 @@ class Intake(Protocol):
 class Steering:
     intake: Intake | None = None
     """With an intake the run goes on until it is asked to stop."""
+    backlog: Backlog = field(default_factory=Backlog)
+    """Further jobs of the start, which come while others end."""
     chooser: Chooser | None = None
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
@@ -90,7 +93,7 @@ class Control:
         policy: NamedPolicy,
         journal: Journal | NoJournal | None = None,
         observers: Sequence[Observer] = (),
-        skipped: Sequence[AdmittedJob] = (),
+        num_skipped: int = 0,
         steering: Steering | None = None,
     ) -> None:
         self._steering = steering = steering or Steering()
@@ -100,11 +103,12 @@ class Control:
         self.decider = Decider(policy, clock=state.clock, chooser=steering.chooser, load=steering.load)
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
-        self.observers = (self.metrics, *observers, *filter(None, [steering.residency]))
+        self.observers = (self.metrics, *observers, *filter(None, [steering.residency]), steering.backlog)
+        state.backlog = steering.backlog
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
-        self._skipped = tuple(skipped)
+        self._num_skipped = num_skipped
         self._woke_s = 0.0
         self._has_warned = False
         """Of a standstill that may end when more jobs come."""
@@ -127,7 +131,8 @@ class Control:
         use = self.backend.memory_use()
         for observer in self.observers:
             observer.measured(use)
-        return replace(self.metrics.summary(), policy_fault=self.decider.given_up)
+        summary = replace(self.metrics.summary(), policy_fault=self.decider.given_up)
+        return replace(summary, num_unfinished=summary.num_unfinished + len(self.state.backlog))
 
     def turn(self) -> None:
         """Take in what has happened, and dispatch what follows from it."""
@@ -140,6 +145,7 @@ class Control:
         else:
             if steering.intake is not None:
                 self.take_in(steering.intake)
+            self.add(steering.backlog.take())
             if self.decider.chooser is not None:
                 self.reconsider(self.decider.chooser)
             if steering.residency is not None:
@@ -161,18 +167,18 @@ class Control:
             logger.warning("policy %s: a task has %s here at most, whatever the degree", policy.name, ranks)
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
+            observer.skipped(self._num_skipped)
             observer.began(infos, num_ranks=len(self.state.ranks.records), policy=policy.name)
-            for job in self._skipped:
-                observer.ended(JobOutcome(job.info, "skipped"))
         for job in self._jobs:
             self.schedule(job)
+        for job in self.state.backlog.timed():  # which tells later runs
+            self.journal.append(_arrival_of(job))
         if self.state.closing.closes_s < math.inf:
             self.clock.at(events.ClosingTime(self.state.closing.closes_s))
         self.state.expects_more = self._steering.intake is not None
 
     def schedule(self, job: AdmittedJob) -> None:
-        seed = job.spec.seed if job.info.asked.seed == RANDOM_SEED else None
-        self.clock.at(events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash, seed))
+        self.clock.at(_arrival_of(job))
         if job.spec.timeout_s is not None:
             self.clock.at(events.JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
 
@@ -197,6 +203,8 @@ class Control:
                 self.decider.follow(event)
             case events.JobArrived():
                 self.decider.note_change()
+            case events.JobCancelled() if event.job_id not in self.state.jobs.records:
+                self.add(self.state.backlog.named(event.job_id))
             case events.StopRequested() | events.ClosingTime():
                 self.clock.at(events.GraceOver(event.time_s + self.state.closing.grace_s))
         outcomes = self.state.apply(event)
@@ -224,7 +232,9 @@ class Control:
     def take_in(self, intake: Intake) -> None:
         """Let new jobs join the run; they arrive now, or when they say, counted from now."""
         now_s = self.clock.now_s
-        jobs = [arriving_after(job, now_s) for job in intake.take()]
+        self.add([arriving_after(job, now_s) for job in intake.take()])
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
         if not jobs:
             return
         self.backend.add(jobs)
@@ -344,3 +354,8 @@ class Control:
             free_bytes, now_s = self._steering.free_bytes, self.clock.now_s
             free = 0 if free_bytes is None else free_bytes()
             self.clock.at(self.state.closing.end_early(free_bytes=free, now_s=now_s))
+
+
+def _arrival_of(job: AdmittedJob) -> events.JobArrived:
+    seed = job.spec.seed if job.info.asked.seed == RANDOM_SEED else None
+    return events.JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash, seed)

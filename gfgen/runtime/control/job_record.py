@@ -96,6 +96,8 @@ class JobRecord:
     batch: list[JobRecord] = field(init=False)
     """The jobs that take their steps together with this one, itself included; one list for all of them."""
     arrived: bool = False
+    place: int | None = None
+    """Of a job that has not been open yet: where it stands in the file."""
     flights: list[Flight] = field(default_factory=list)
     """Its dispatches that have not ended: a running task and a queued one at most."""
     progress: Progress = field(default_factory=Progress)

@@ -75,8 +75,9 @@ class Jobs:
         if len(record.batch) > 1:
             self._resize(record.batch)
 
-    def arrive(self, record: JobRecord) -> None:
-        record.arrived = True
+    def arrive(self, record: JobRecord, *, place: int | None) -> None:
+        """`place` is the job's in the file, whose order counts among equals."""
+        record.arrived, record.place = True, place
         self.recent.append((record, record.view(self._costs)))
 
     def prioritise(self, job_id: str, priority: int) -> None:
@@ -126,7 +127,8 @@ class Jobs:
             if is_visible and each.flights:
                 self.busy[job_id] = each.view(self._costs)
             if is_visible and not each.flights and (is_alone or not is_to_wait(each)):
-                self.open.put(each.view(self._costs))
+                self.open.put(each.view(self._costs), place=each.place)
+                each.place = None
             elif not was_busy:
                 self.open.discard(job_id)
 

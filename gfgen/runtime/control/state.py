@@ -12,6 +12,7 @@ from gfgen.errors import WorkerError
 from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
+from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.batches import with_equal_calls
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
@@ -70,13 +71,14 @@ class State:
         self._job_costs = JobCosts(self.jobs.records, costs)
         self.expects_more = False
         """Jobs may still be added: that all have ended does not finish the run."""
+        self.backlog = Backlog()
 
     @property
     def finished(self) -> bool:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
         if self.closing.is_stopping:
             return not self.flights and not self.jobs.writing
-        return not self.jobs.records and not self.expects_more
+        return not self.jobs.records and not self.backlog and not self.expects_more
 
     @property
     def is_stuck(self) -> bool:
@@ -108,7 +110,8 @@ class State:
     def snapshot(self) -> Snapshot:
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
-        return self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
+        found = self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
+        return replace(found, num_unseen=len(self.backlog), unseen_s=self.backlog.work_s(self._costs))
 
     def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:
         open_jobs = self.closing.going_on(self.jobs.open, now_s=now_s)
@@ -334,9 +337,10 @@ class State:
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
         record = self.jobs.records.get(event.job_id)
-        if record is None:  # it was cancelled before
+        if record is None or record.arrived:  # it was cancelled before, or stood in the backlog
             return ()
-        self.jobs.arrive(record)
+        place = self.backlog.near.get(record.job_id) if record.arrival_s <= 0 else None
+        self.jobs.arrive(record, place=place)
         self.shares.arrive(record.owner)
         if (doom := self.models.failure_of(record.model, now_s=event.time_s)) is not None:
             record.trouble.fail(doom)

@@ -10,6 +10,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
+from gfgen.job.packed import FEW, Form, Packed
 from gfgen.job.spec import FRAME, JobSpec, filled, later_seed, output_name, spec_hash, with_defaults
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
@@ -90,6 +91,10 @@ class AdmittedJob:
         return self.trajectory.artifact("latents").size_bytes
 
 
+JOBS = Form(
+    {"info.asked": JobSpec, "info.spec": JobSpec, "trajectory": Trajectory, "info": JobInfo, "": AdmittedJob},
+    lambda job: (job.checkpoint, job.shape, job.info.job_file),
+)
 Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
 """The jobs that are kept, and the problems of the others."""
 
@@ -119,14 +124,16 @@ class ResolvedModel:
 
 def admit(
     specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
-) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+) -> Judged:
     """The jobs that can run, and all problems of the others; one for each name that `find_model` refuses."""
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
     alike: dict[tuple[str, str, bool], AdmittedJob] = {}
-    jobs: list[AdmittedJob] = []
+    jobs: list[AdmittedJob] | Packed[AdmittedJob] = []
     problems: list[Problem] = []
     for spec in specs:
+        if len(jobs) == FEW and isinstance(jobs, list):
+            jobs = Packed(JOBS, jobs)
         name = spec.model or default_model
         if name not in models:
             try:
@@ -138,11 +145,11 @@ def admit(
             lines_without[name].append(spec.line)
             continue
         try:
-            jobs.append(_admit_one(spec, model, alike))
+            jobs.extend([_admit_one(spec, model, alike)])
         except JobError as error:
             problems += error.at_line(spec.line)
     missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
-    return tuple(jobs), (*problems, *missing)
+    return tuple(jobs) if isinstance(jobs, list) else jobs, (*problems, *missing)
 
 
 def families_of(jobs: Iterable[AdmittedJob]) -> Mapping[str, str]:

@@ -46,7 +46,9 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
     yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
     has_clip = isinstance(geometry, PipelineGeometry) and geometry.has_clip
-    yield from warnings_of_texts(replace(asked, prompt_syntax=info.spec.prompt_syntax), has_clip=has_clip)
+    if asked.prompt_syntax != info.spec.prompt_syntax:
+        asked = replace(asked, prompt_syntax=info.spec.prompt_syntax)
+    yield from warnings_of_texts(asked, has_clip=has_clip)
     sampler = (asked.scheduler or {}).get("class")
     own = geometry.scheduler_class or "" if isinstance(geometry, PipelineGeometry) else FLOW
     if isinstance(sampler, str) and own.startswith(FLOW) and (schedule := ignored_schedule(sampler)):

@@ -220,7 +220,7 @@ class Metrics(Observer):
     """Adds up what happens; `summary` may be asked at any time."""
 
     def __init__(self) -> None:
-        self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = 0
+        self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = self._num_skipped = 0
         self._num_ended: Counter[str] = Counter()
         self._failures: list[str] = []
         self._latency_s = 0.0
@@ -233,6 +233,9 @@ class Metrics(Observer):
         """The first arrival of a job that has ended, and the last end."""
         self._load_s = 0.0
         self._memory: Mapping[int, MemoryUse] = {}
+
+    def skipped(self, number: int) -> None:
+        self._num_skipped = number
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._num_jobs, self._num_ranks = len(jobs), num_ranks
@@ -256,8 +259,6 @@ class Metrics(Observer):
 
     def ended(self, outcome: JobOutcome) -> None:
         self._num_ended[outcome.status] += 1
-        if outcome.status == "skipped":
-            return
         self._first_s = min(self._first_s, outcome.arrival_s)
         self._last_s = max(self._last_s, outcome.ended_s)
         if outcome.status == "done":
@@ -274,17 +275,17 @@ class Metrics(Observer):
         self._memory = use
 
     def summary(self) -> Summary:
-        num_skipped, num_ended = self._num_ended["skipped"], self._num_ended.total()
+        num_ended = self._num_ended.total()
         by_tag = {tag: Attainment(self._num_met[tag], num_due) for tag, num_due in self._num_due.items()}
         return Summary(
             num_done=self._num_ended["done"],
             num_failed=self._num_ended["failed"],
             num_cancelled=self._num_ended["cancelled"],
             failures=tuple(self._failures),
-            num_skipped=num_skipped,
-            num_unfinished=max(0, self._num_jobs - (num_ended - num_skipped)),
+            num_skipped=self._num_skipped,
+            num_unfinished=max(0, self._num_jobs - num_ended),
             num_tasks=self._num_tasks,
-            makespan_s=self._last_s - self._first_s if num_ended > num_skipped else 0.0,
+            makespan_s=self._last_s - self._first_s if num_ended else 0.0,
             latency=self._latency(),
             deadlines_by_tag=by_tag,
             num_ranks=self._num_ranks,

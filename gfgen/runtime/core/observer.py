@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
@@ -131,8 +131,11 @@ class Observer:
     refresh_s: float | None = None
     """Interval of `refreshed` in seconds; None for never."""
 
+    def skipped(self, number: int) -> None:
+        """This many jobs were done before the run starts; they are no jobs of it."""
+
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        """The run starts with these jobs; skipped ones have already ended."""
+        """The run starts with these jobs."""
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         """These jobs joined the run after its start."""
@@ -189,18 +192,28 @@ class RunView(Observer):
         self.is_stopping = False
         self.open: dict[str, JobInfo] = {}
         self.started: dict[str, Dispatch] = {}
-        self.num_jobs = 0
+        self.backlog: Collection[str] = ()
+        """Ids of jobs that are neither open nor have ended."""
+        self._num_added = 0
         self.num_ended: Counter[str] = Counter()
-        """By status; skipped jobs are no jobs of the run."""
+        """By status."""
+        self.num_skipped = 0
         self.num_missed = 0
         """Jobs that were done after their deadline."""
         self.ranks: dict[int, RankState] = {}
         self.running: dict[int, Dispatch] = {}
 
     @property
+    def num_jobs(self) -> int:
+        return self._num_added + len(self.backlog)
+
+    @property
     def deciding(self) -> str:
         """The active policy: auto selects among others."""
         return self.policy if self.policy_change is None else self.policy_change.policy
+
+    def skipped(self, number: int) -> None:
+        self.num_skipped = number
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self.policy = policy
@@ -208,7 +221,7 @@ class RunView(Observer):
         self.added(jobs)
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        self.num_jobs += len(jobs)
+        self._num_added += len(jobs)
         self.open |= {info.job_id: info for info in jobs}
 
     def node_joined(self, node: str, ranks: range) -> None:
@@ -250,14 +263,14 @@ class RunView(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self.num_ended[outcome.status] += 1
         self.num_missed += outcome.status == "done" and outcome.met_deadline is False
-        if outcome.status != "skipped":
-            self.open.pop(outcome.info.job_id, None)
-            self.started.pop(outcome.info.job_id, None)
+        self.open.pop(outcome.info.job_id, None)
+        self.started.pop(outcome.info.job_id, None)
 
 
-def with_view(observers: Sequence[Observer]) -> tuple[Observer, ...]:
+def with_view(observers: Sequence[Observer], backlog: Collection[str] = ()) -> tuple[Observer, ...]:
     """These observers of one run behind the view that they share."""
     view = RunView()
+    view.backlog = backlog
     for observer in observers:
         observer.view = view
     return (view, *observers)

@@ -15,6 +15,7 @@ SortKey = Callable[[JobView], Any]
 JobKind = tuple[str, str, int, int]
 """Model, shape, tasks, approximate steps: jobs of one kind that have not started have equal durations."""
 
+_NUM_PLACES = 2**40
 MAX_ORDERS = 4
 """Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""
 MAX_CHANGED = 10_000
@@ -55,11 +56,11 @@ class OpenJobs:
     def unbegun_kinds(self) -> Set[JobKind]:
         return self._num_unbegun.keys()
 
-    def put(self, view: JobView) -> None:
-        """Add or replace a job; it comes last among equals."""
+    def put(self, view: JobView, *, place: int | None = None) -> None:
+        """Add or replace a job; it comes last among equals, or by its place before all without one."""
         self.discard(view.job_id)
         self._views[view.job_id] = view
-        self._numbers[view.job_id] = next(self._next_number)
+        self._numbers[view.job_id] = next(self._next_number) if place is None else place - _NUM_PLACES
         if is_unbegun(view):
             self._num_unbegun[kind_of(view)] += 1
         self._note(view.job_id)

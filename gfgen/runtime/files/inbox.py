@@ -28,7 +28,8 @@ from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME, GrowingManifest, is_finished
+from gfgen.runtime.files.index import ManifestIndex
+from gfgen.runtime.files.manifest import WATCHED_NAME, is_finished
 from gfgen.runtime.files.ownership import claim_files, job_file_name, with_names
 from gfgen.system.linefile import LineFile, read_from
 from gfgen.system.wording import counted
@@ -77,7 +78,7 @@ class Inbox(Observer):
     now: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._manifest = GrowingManifest(self.output_dir / MANIFEST_NAME)
+        self._manifest = ManifestIndex(self.output_dir)
         self._sights: dict[str, _FileScan] = {}
         self._unreadable: set[str] = set()
         """Names of files that cannot be read, as the log says."""
@@ -120,6 +121,7 @@ class Inbox(Observer):
         if self._thread.is_alive():
             self._thread.join()
         self._record.close()
+        self._manifest.close()
 
     # The thread's side ----------------------------------------------------------------------
 
@@ -282,7 +284,8 @@ class Inbox(Observer):
         )
 
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
-        lines = self._manifest.read()
+        lines = self._manifest
+        lines.catch_up()
 
         def has_ended(job: AdmittedJob) -> bool:
             line = lines.get(job.job_id)

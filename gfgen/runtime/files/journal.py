@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import logging
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import ManifestLine, ended_at
 from gfgen.runtime.files.resume import RunStart
 from gfgen.system.linefile import LineFile
@@ -35,6 +37,7 @@ VERSION = 2
 READABLE = (1, VERSION)
 """Versions that one file may contain."""
 _MAX_HEADER_BYTES = 65536
+_HEADER = b'{"gfgen_journal"'
 
 EVENT_TYPES = {
     kind.__name__: kind
@@ -139,10 +142,12 @@ def first_arrivals(path: Path, *, forced_from: int | None = None) -> dict[tuple[
     return found
 
 
-def arrivals(path: Path, *, forced_from: int | None = None) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The arrivals in a journal, each with the Unix time at which its run started."""
+def arrivals(
+    path: Path, *, forced_from: int | None = None, is_last: bool = False
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The arrivals in a journal, or in its last run, each with the Unix time at which its run started."""
     started_at, is_asked = 0.0, True
-    for entry in _entries(path, "gfgen_journal", "JobArrived"):
+    for entry in _entries(path, b"gfgen_journal", b"JobArrived", start=_last_header(path) if is_last else 0):
         if "gfgen_journal" in entry:
             found = entry.get("started_at")
             started_at = float(found) if isinstance(found, (int, float)) else started_at
@@ -151,11 +156,16 @@ def arrivals(path: Path, *, forced_from: int | None = None) -> Iterator[tuple[fl
             yield started_at, entry
 
 
-def left_ids(path: Path, lines: Mapping[str, ManifestLine], *, since: float = 0.0) -> set[str]:
-    """Jobs of a journal's runs, from this Unix time on, that have not ended, and those that a filter wants
-    again; `lines` are the manifest's."""
-    again = {job_id for job_id, line in lines.items() if line.get("status") == "again"}
-    arrived = {each["job_id"]: at for at, each in arrivals(path) if at > since - 0.01}
+def left_ids(
+    path: Path, lines: Mapping[str, ManifestLine] | ManifestIndex, *, is_last: bool = False
+) -> set[str]:
+    """Jobs of a journal's runs, or of the last one, that have not ended, and those that a filter wants again;
+    `lines` are the manifest's."""
+    if isinstance(lines, ManifestIndex):
+        again = lines.ids_with("again")
+    else:
+        again = {job_id for job_id, line in lines.items() if line.get("status") == "again"}
+    arrived = {each["job_id"]: at for at, each in arrivals(path, is_last=is_last)}
     return again | {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
 
 
@@ -175,14 +185,26 @@ def first_job_file(path: Path) -> str | None:
 
 def headers(path: Path) -> Iterator[dict[str, Any]]:
     """The headers of the runs in a journal, oldest first."""
-    return _entries(path, '{"gfgen_journal"')
+    return _entries(path, _HEADER)
 
 
-def _entries(path: Path, *marks: str) -> Iterator[dict[str, Any]]:
+def _last_header(path: Path) -> int:
+    """Where the last run begins."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return max(0, content.rfind(_HEADER))
+    return 0
+
+
+def _entries(path: Path, *marks: bytes, start: int = 0) -> Iterator[dict[str, Any]]:
     """The lines with one of these texts, except those that cannot be read."""
     if not path.is_file():  # a device may have no end
         return
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
+    with contextlib.suppress(OSError), path.open("rb") as lines:
+        lines.seek(start)
         for line in lines:
             with contextlib.suppress(ValueError):
                 if any(mark in line for mark in marks) and isinstance(entry := json.loads(line), dict):

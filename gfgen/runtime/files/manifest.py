@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -55,8 +56,6 @@ class ManifestWriter(Observer):
         self._written: list[str] = []
 
     def ended(self, outcome: JobOutcome) -> None:
-        if outcome.status == "skipped":
-            return
         entry = manifest_entry(outcome, written_at=self._now())
         if self._is_simulated:
             entry[SIMULATED] = True
@@ -144,12 +143,12 @@ def ended_at(line: ManifestLine) -> float:
 
 def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
     """The latest line of each job after `start` bytes; skips, with a warning, what it cannot read."""
-    return {entry["id"]: entry for entry in manifest_lines(read_from(path, start=start), path, first=1)}
+    return {entry["id"]: entry for entry in manifest_lines(read_from(path, start=start), path)}
 
 
 def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line with status done of each file; empty when there is no manifest."""
-    lines = manifest_lines(read_from(path), path, first=1)
+    lines = manifest_lines(read_from(path), path)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in of_each_file(entry)}
 
@@ -158,36 +157,23 @@ def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
     return [{**entry, **file} for file in entry.get("outputs", [{}])]
 
 
-class GrowingManifest:
-    """`read_manifest` for repeated calls while this process appends: reads each line once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._size_bytes, self._num_lines = 0, 0
-        self._entries: dict[str, ManifestLine] = {}
-
-    def read(self) -> Mapping[str, ManifestLine]:
-        """The latest line of each job. Raises: OutputError when the file cannot be read."""
-        content = read_from(self._path, start=self._size_bytes)
-        whole = content[: content.rfind(b"\n") + 1]
-        self._entries |= {e["id"]: e for e in manifest_lines(whole, self._path, first=1 + self._num_lines)}
-        self._num_lines += whole.count(b"\n")
-        self._size_bytes += len(whole)
-        return self._entries
-
-
-def manifest_lines(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
+def manifest_lines(content: bytes, path: Path) -> Iterator[ManifestLine]:
     """Lines of a manifest in their order; those that cannot be read are skipped, with a warning."""
-    for number, line in enumerate(content.split(b"\n"), start=first):
-        try:
-            entry = json.loads(line)
-        except ValueError:  # torn, or edited by hand
-            entry = None
-        is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
-        if is_ours and isinstance(entry.get("id"), str):
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if (entry := entry_of(line)) is not None:
             yield entry
         elif line.strip():
             logger.warning("%s: line %d is not a manifest line; it is ignored", path, number)
+
+
+def entry_of(line: bytes) -> ManifestLine | None:
+    """None for a line that is torn, or of another program."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
+    return entry if is_ours and isinstance(entry.get("id"), str) else None
 
 
 def check_own(path: Path) -> None:
@@ -201,17 +187,22 @@ def check_own(path: Path) -> None:
 def is_finished(info: JobInfo, entry: ManifestLine | None, folder: Path) -> bool:
     """Whether `entry` says done with this spec hash and names, and the files are there in their sizes; or it
     has this hash, and a filter has dropped them."""
-    if entry is None or entry.get("status") not in ("done", "dropped") or entry.get(SIMULATED):
+    return entry is not None and stands(entry, folder, file=info.file, spec_hash=info.spec_hash)
+
+
+def stands(entry: ManifestLine, folder: Path, *, file: str, spec_hash: str) -> bool:
+    """`is_finished` of a job with this file and hash."""
+    if entry.get("status") not in ("done", "dropped") or entry.get(SIMULATED):
         return False
     if entry["status"] == "dropped":
-        return bool(entry.get("spec_hash") == info.spec_hash)
+        return bool(entry.get("spec_hash") == spec_hash)
     files = of_each_file(entry)
-    numbered = [numbered_name(info.file, number) for number in range(1, len(files) + 1)]
-    names = [file.get("file") for file in files]
-    if entry.get("spec_hash") != info.spec_hash or names != (numbered if "outputs" in entry else [info.file]):
+    numbered = [numbered_name(file, number) for number in range(1, len(files) + 1)]
+    names = [each.get("file") for each in files]
+    if entry.get("spec_hash") != spec_hash or names != (numbered if "outputs" in entry else [file]):
         return False
     try:
-        return all((folder / file["file"]).stat().st_size == file.get("size_bytes") for file in files)
+        return all(os.stat(f"{folder}/{each['file']}").st_size == each.get("size_bytes") for each in files)
     except OSError:
         return False
 

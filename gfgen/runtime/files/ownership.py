@@ -15,16 +15,27 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from gfgen.errors import Problem, without_secrets
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine, is_url
-from gfgen.job.spec import FRAME, RANDOM_SEED, drawn, filled, input_files, name_key, numbered_name, of_frames
+from gfgen.job.spec import (
+    FRAME,
+    RANDOM_SEED,
+    JobSpec,
+    drawn,
+    filled,
+    input_files,
+    name_key,
+    numbered_name,
+    of_frames,
+)
 from gfgen.runtime.core.admission import AdmittedJob, with_attempt
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
+from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
@@ -163,9 +174,15 @@ class Claims:
     forced_from: int | None = None
     """With `force`: bytes of the manifest when the runs of this --force began."""
 
+    index: ManifestIndex | None = None
+    """In place of the whole manifest in memory."""
+    num_known: int = 0
+    """Finished jobs that are not among those that were admitted, because the index knows their lines."""
+
     @functools.cached_property
-    def entries(self) -> dict[str, ManifestLine]:
-        return read_manifest(self.output_dir / MANIFEST_NAME)
+    def entries(self) -> Any:
+        """By id, the latest line of each job."""
+        return self.index or read_manifest(self.output_dir / MANIFEST_NAME)
 
     def outcome(self, job: AdmittedJob) -> JobOutcome:
         """That of a job whose files the folder already has, or a filter has dropped."""
@@ -201,6 +218,20 @@ class Claims:
             self.forced_from = path.stat().st_size if path.exists() else 0
             return {}
         return lines
+
+    def depend_on_all(self, specs: Iterable[JobSpec]) -> bool:
+        """Whether a claim may depend on other jobs, beyond names that the job file gives them."""
+        return (
+            self.force
+            or self.only_failed
+            or any(
+                spec.seed == RANDOM_SEED
+                or spec.image
+                or spec.files
+                or not {"{", "/"}.isdisjoint(spec.output or "")
+                for spec in specs
+            )
+        )
 
     def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
@@ -300,7 +331,7 @@ def claim_files(
                 problems.append(numbered)
                 continue
             job = replace(job, replaces_numbered=numbered)
-        claimed.append(replace(job, replaces=found))
+        claimed.append(job if found is None else replace(job, replaces=found))
     return claimed, problems
 
 

@@ -105,6 +105,11 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
     return output_dir / FOLDER / f"{job_id}.state"
 
 
+def begun(output_dir: Path) -> set[str]:
+    """Ids of the jobs that have resume files."""
+    return {path.stem for path in (output_dir / FOLDER).glob("*.state")}
+
+
 def save(
     point: ResumePoint, job: AdmittedJob, slab_fd: int, *, weights: str, computed_with: Mapping[str, Any]
 ) -> None:

@@ -175,7 +175,7 @@ class TraceWriter(Observer):
 
     def ended(self, outcome: JobOutcome) -> None:
         job = self._jobs.get(outcome.info.job_id)
-        if job is None or outcome.status == "skipped":
+        if job is None:
             return
         deadline_s = outcome.deadline_s
         if outcome.met_deadline is False and deadline_s is not None:

@@ -221,7 +221,7 @@ class Publisher(Observer):
         content = content[: content.rfind(b"\n") + 1]
         cut = max(0, self._told_bytes - self._read_bytes)
         for is_told, lines in ((True, content[:cut]), (False, content[cut:])):
-            for line in manifest_lines(lines, self._manifest, first=1):
+            for line in manifest_lines(lines, self._manifest):
                 job_id, is_done = line["id"], line.get("status") == "done"
                 if job_id in self.published:
                     if is_done and (not is_told or job_id in self._last):

@@ -67,7 +67,7 @@ class Shards:
 def lines_of(path: Path) -> Iterator[ManifestLine]:
     """The manifest lines of the jobs in a shard, or in a part of a manifest."""
     if path.suffix not in SUFFIXES.values():
-        yield from manifest_lines(path.read_bytes(), path, first=1)
+        yield from manifest_lines(path.read_bytes(), path)
         return
     if path.suffix == SUFFIXES["parquet"]:
         from pyarrow import parquet

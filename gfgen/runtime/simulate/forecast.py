@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.policies import allotment, edf, srtf, triage
@@ -19,22 +19,25 @@ class Forecast:
     """Jobs that are predicted to miss their deadline."""
     starts_s: dict[str, float] = field(default_factory=dict)
     """When the waiting jobs get a rank, in that order."""
+    unseen_s: float = 0.0
+    """What the jobs take that come after these."""
 
     @property
     def end_s(self) -> float | None:
         """When the last job ends; None if no job is open."""
-        return max(self.ends_s.values(), default=None)
+        return max(self.ends_s.values()) + self.unseen_s if self.ends_s else None
 
 
 def forecast(snapshot: Snapshot, *, policy: str) -> Forecast:
     """`predict` for the jobs of a snapshot."""
-    return predict(
+    found = predict(
         {**snapshot.open, **snapshot.busy},
         running=snapshot.running,
         ranks=[view.rank for view in snapshot.ranks],
         now_s=snapshot.now_s,
         policy=policy,
     )
+    return replace(found, unseen_s=snapshot.unseen_s / max(1, len(snapshot.ranks)))
 
 
 def predict(

@@ -52,7 +52,7 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] = lambda: No
     """The same snapshot with `foresee`, plain values for another thread; `pause` is called each turn."""
     costs = RolloutCosts(snapshot)
     present, parked = _present(snapshot), _sample(snapshot.parked.values())
-    num_jobs = len(snapshot.open) + len(snapshot.busy) + len(snapshot.parked)
+    num_jobs = len(snapshot.open) + len(snapshot.busy) + len(snapshot.parked) + snapshot.num_unseen
     start = replace(
         snapshot,
         open={job.job_id: job for job in present if job.job_id in snapshot.open},

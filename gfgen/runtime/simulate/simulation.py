@@ -13,6 +13,7 @@ from typing import Any
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
@@ -61,19 +62,21 @@ def simulate(
     times: SimulatedTimes | None = None,
     residency: Residency | None = None,
     load: Callable[[str], NamedPolicy] = load_policy,
+    ahead: int = AHEAD,
     **start: Any,
 ) -> Simulated:
     """Run these jobs in virtual time, with task times from the profile, or `times`.
 
     The policy sees the predictions of a real run. `residency`, for one run only, lets models take turns.
     `load` finds the policies that `auto` names. `start`: further fields of `RunStart`.
+    `ahead`: see `Backlog`.
     Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), OutcomeRecorder()
     times = times or profiled_times(profile, jobs, num_ranks=num_ranks, reads_s=start.get("reads_s"))
-    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
+    backend, backlog = SimulatedBackend(clock, num_ranks=num_ranks, times=times), Backlog(jobs, ahead=ahead)
     state = State(
-        jobs,
+        near := backlog.take(),
         RunStart(
             num_ranks=num_ranks,
             num_writers=times.num_writers,
@@ -85,13 +88,14 @@ def simulate(
         costs=costs,
     )
     control = Control(
-        jobs,
+        near,
         state=state,
         backend=backend,
         policy=policy,
         observers=[kept, *observers],
         steering=Steering(
             chooser=None if policy.choose is None else ImmediateChooser(policy.choose),
+            backlog=backlog,
             residency=residency,
             load=load,
         ),
