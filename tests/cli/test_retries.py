@@ -96,12 +96,12 @@ def test_what_a_filter_wants_runs_again_with_the_jobs_that_failed(tmp_path, monk
     given = SimpleNamespace(**vars(options(tmp_path, 1)) | {"keep_if": KeepIf(["b"], ["b"], [])})
     given.ranks = SimpleNamespace(step_times=None)
     jobs = [make_job(name, arrival_s=3.0) for name in "abc"]
-    summary = run_jobs(session, jobs, given, done=())  # type: ignore[arg-type]
+    summary = run_jobs(session, jobs, given, Claims(output_dir=given.output_dir, job_file="-"))  # type: ignore[arg-type]
     assert session.runs == [["a", "b", "c"], ["a", "b"], ["b"]]
     assert (summary.num_done, summary.num_failed) == (3, 2)
     given.keep_if = KeepIf(["b"], [])
     session.runs, session.failing = [], [set()]
-    run_jobs(session, jobs, given, done=("a", "b", "c"))  # type: ignore[arg-type]
+    run_jobs(session, jobs, given, Claims(output_dir=tmp_path, job_file="-", done_ids={*"abc"}))  # type: ignore[arg-type]
     assert session.runs == [["b"]], "an earlier run made it"
 
 
