@@ -116,11 +116,10 @@ class SimulatedSession(Session):
         )
 
 
-def memory_mb() -> float:
-    (line,) = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
-    ]
-    return round(int(line.split()[1]) / 1024)
+def memory_mb(name: str = "VmRSS") -> float:
+    """Resident memory; VmHWM is the most that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(round(int(line.split()[1]) / 1024) for line in lines if line.startswith(name))
 
 
 def cpu_of_children() -> float:
@@ -164,7 +163,7 @@ def measure(jobs: Path, folder: Path, policy: str, stop_after: int) -> dict[str,
     }
     found |= {"p99_us": 1e6 * turns[int(0.99 * len(turns))], "longest_ms": 1e3 * turns[-1]}
     found["run_s"] = ended_at - session.began_at
-    found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found["peak_mb"] = memory_mb("VmHWM")
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
 
 

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar
 
 from gfgen.job.spec import JobSpec
 
@@ -69,15 +69,11 @@ class Packed(Sequence[T]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[T]: ...
-    def __getitem__(self, place: int | slice) -> T | Sequence[T]:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         number, own = pickle.loads(self._rows[place])
         values = list(self._examples[number])
         for idx, value in own:
             values[idx] = value
-        return cast("T", self._form.made(iter(values)))
+        return self._form.made(iter(values))

@@ -126,7 +126,7 @@ def test_the_same_prompt_once_more_is_another_job(folder):
     assert todo[0].endswith("-2")
 
 
-@pytest.mark.parametrize("harm", ["gone", "damaged", "cut", "of another version"])
+@pytest.mark.parametrize("harm", ["gone", "damaged", "cut", "damaged inside", "of another version"])
 def test_an_index_is_made_again(folder, harm):
     folder.admit(LINES[:2])
     folder.finish()
@@ -138,6 +138,8 @@ def test_an_index_is_made_again(folder, harm):
             path.unlink()
         case "damaged":
             path.write_bytes(b"nonsense" * 1000)
+        case "damaged inside":
+            path.write_bytes(content[:4096] + b"\xaa" * (len(content) - 4096))
         case "cut":
             path.write_bytes(content[: len(content) // 2])
         case _:

@@ -49,9 +49,20 @@ class ManifestIndex(Observer):
             logger.info("%s is not used: %s", folder / INDEX_NAME, error)
             self._open(":memory:")
         except sqlite3.DatabaseError as error:
-            logger.info("%s is damaged, and made again: %s", folder / INDEX_NAME, error)
-            (folder / INDEX_NAME).unlink()
-            self._open(str(folder / INDEX_NAME))
+            self._make_again(error)
+
+    def _make_again(self, error: sqlite3.Error) -> None:
+        path = self._folder / INDEX_NAME
+        logger.info("%s is damaged, and made again: %s", path, error)
+        path.unlink()
+        self._open(str(path))
+
+    def _found(self, query: str, value: object) -> Any:
+        try:
+            return self._db.execute(query, (value,)).fetchone()
+        except sqlite3.DatabaseError as error:
+            self._make_again(error)
+            return self._db.execute(query, (value,)).fetchone()
 
     def _open(self, place: str) -> None:
         self._db = sqlite3.connect(place, check_same_thread=False)  # callers take turns
@@ -109,7 +120,7 @@ class ManifestIndex(Observer):
         """The latest line of a job in the manifest."""
         if self._manifest < 0:
             return default
-        found = self._db.execute("SELECT start, size FROM ended WHERE id = ?", (job_id,)).fetchone()
+        found = self._found("SELECT start, size FROM ended WHERE id = ?", job_id)
         return default if found is None else self._read(*found)
 
     def __getitem__(self, job_id: str) -> ManifestLine:
@@ -136,21 +147,23 @@ class ManifestIndex(Observer):
             key, job = bytes(keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]), jobs.get(spec.id)
             if job is not None and any(key):
                 rows.append((key[:-1], spec.id, job.file, job.spec_hash, spec.output, spec.format, key[-1]))
-        self._db.executemany("INSERT OR REPLACE INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        with contextlib.suppress(sqlite3.Error):  # such as a full disk: the next run checks these lines
+            self._db.executemany("INSERT OR REPLACE INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def keep(self) -> None:
         """Keep what was noted; other processes wait until then."""
-        self._db.commit()
+        with contextlib.suppress(sqlite3.Error):
+            self._db.commit()
 
     def done(self, key: bytes) -> DoneJob | None:
         """The job of a line with this hash, if it is done and its file is there."""
         if self._manifest < 0:
             return None
-        found = self._db.execute(
+        found = self._found(
             "SELECT id, file, spec_hash, output, format, has_own_id, start, size"
             " FROM lines JOIN ended USING (id) WHERE key = ? AND status = 'done'",
-            (key,),
-        ).fetchone()
+            key,
+        )
         if found is None:
             return None
         job_id, file, spec_hash, output, format_, has_own_id, *place = found
@@ -162,7 +175,8 @@ class ManifestIndex(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self._num_ended += 1
         if self._num_ended % CATCH_UP == 0:
-            self.catch_up()
+            with contextlib.suppress(sqlite3.Error):  # the manifest has it, too
+                self.catch_up()
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
