@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 66_834,
-    "files of the package": 303,
-    "lines of the core": 5_781,
+    "lines of the package": 67_563,
+    "files of the package": 306,
+    "lines of the core": 5_808,
     "files of the core": 27,
     "modules of one folder": 13,
     "methods of one class": 25,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import os
 import sys
@@ -126,13 +127,16 @@ def _opened(file: str) -> Iterator[BinaryIO]:
         raise InputError(f"job file {name!r}: cannot be read ({reason})") from None
 
 
-def _stream_of(file: str) -> contextlib.AbstractContextManager[BinaryIO]:
+@contextlib.contextmanager
+def _stream_of(file: str) -> Iterator[BinaryIO]:
     if not is_url(file):
-        return Path(file).open("rb")
+        with Path(file).open("rb") as stream:
+            yield stream
+        return
     import fsspec
 
-    opened: contextlib.AbstractContextManager[BinaryIO] = fsspec.open(file, "rb")
-    return opened
+    with fsspec.open(file, "rb") as raw:
+        yield io.BufferedReader(raw)  # which reads lines up to a length
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
