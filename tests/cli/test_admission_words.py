@@ -2,7 +2,7 @@
 
 import pytest
 
-from gfgen.errors import Warned
+from gfgen.errors import ModelError, Warned
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.runtime.control.state import State
@@ -11,7 +11,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.session.admission import find_weightless, tell_of_unused
+from gfgen.session.admission import Models, find_weightless, tell_of_unused
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")
@@ -76,3 +76,10 @@ def test_warnings_of_admission_are_those_of_the_running_job():
     (job,) = jobs_of(JobSpec(id="a", prompt="a fox", width=100, height=100, frames=2))
     state = State([job], RunStart(num_ranks=1), clock=Clock(virtual=True), costs=CostModel())
     assert state.jobs.records["a"].trouble.warnings == ["rounded by shapes: 100x100 -> 96x96, 2 -> 1 frames"]
+
+
+def test_a_model_that_is_not_loaded_is_refused_without_looking_for_it(monkeypatch):
+    monkeypatch.setattr(Models, "look_up", lambda *_: pytest.fail("looked up"))
+    models = Models(default="shapes", loaded=frozenset())
+    with pytest.raises(ModelError, match=r"model 'qwen-image' is not loaded; stop the run"):
+        models.find("qwen-image")

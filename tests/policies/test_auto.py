@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from builders import Recorder, make_job, simulated_control
-from test_policies import view
+from test_policies import decoding, view
 from test_triage import WorkCosts, four_ranks
 
 from gfgen.graph import Stage
@@ -119,6 +119,21 @@ def test_ranks_are_not_wasted_while_jobs_wait_for_all_of_them(num_jobs, chosen):
     picture = foreseeing(ahead, deadline_s=math.inf, num_jobs=num_jobs, expects_more=True)
     assert choose_auto(picture).policy == chosen
     assert choose_auto(picture, Choice("srtf,degree=4", "")).policy == chosen
+
+
+def test_jobs_at_their_decode_have_no_steps_in_which_ranks_are_wasted():
+    """Four decodes of a shape whose steps lose by sharing wait beside four jobs whose steps do not."""
+
+    class Costs(WorkCosts):
+        def task_s(self, task, layout):
+            return super().task_s(task, layout) * (layout.degree if task.job_id.startswith("end") else 1)
+
+    jobs = [view(f"job-{n}") for n in range(4)]
+    jobs += [replace(decoding(f"end-{n}", remaining_s=100.0), shape="lossy") for n in range(4)]
+    ahead = dict.fromkeys(FILE, outlook()) | {"srtf 4": outlook(latency_s=3.0)}
+    picture = foreseeing(ahead, deadline_s=math.inf, expects_more=True)
+    picture = replace(picture, open={job.job_id: job for job in jobs}, costs=Costs(*jobs))
+    assert choose_auto(picture).policy == "srtf,degree=4"
 
 
 # Ranks that share cores ------------------------------------------------------------------------

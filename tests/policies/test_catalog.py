@@ -3,7 +3,7 @@ import re
 import pytest
 
 from gfgen.errors import PolicyError
-from gfgen.policies.catalog import BUILT_IN, describe, load_policy
+from gfgen.policies.catalog import BUILT_IN, describe, load_policy, policy_of
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -25,6 +25,7 @@ def test_a_policy_may_bring_a_function_that_chooses_another(tmp_path):
 
 def test_options_are_bound_with_their_type():
     assert load_policy("srtf, degree=2").decide.keywords == {"degree": 2}
+    assert policy_of("srtf, degree=2").decide.keywords == {"degree": 2}
 
 
 @pytest.mark.parametrize(

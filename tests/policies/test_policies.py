@@ -7,8 +7,10 @@ from builders import STEP_S, make_job, simulate, simulated_control
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gfgen.errors import PolicyError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.policies.catalog import load_policy
 from gfgen.policies.edf import edf
 from gfgen.policies.fcfs import fcfs, legacy
 from gfgen.policies.srtf import srtf
@@ -113,9 +115,21 @@ def test_fcfs_does_not_start_a_job_where_another_has_begun():
     assert placed(decisions) == {"begun": (0,)}
 
 
+def test_fcfs_lets_jobs_go_on_where_each_has_begun():
+    jobs = [view("right", ranks=(1,)), view("left", ranks=(0,), arrival_s=1.0), view("new", arrival_s=-1.0)]
+    assert placed(fcfs(snapshot(*jobs))) == {"right": (1,), "left": (0,)}
+
+
 def test_fcfs_leaves_a_group_to_its_job_between_two_steps():
     decisions = fcfs(snapshot(view("new"), busy=[view("begun", ranks=(0,))], free=(0,)))
     assert placed(decisions) == {}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "triage", "legacy"])
+def test_eight_ranks_are_the_largest_group(policy):
+    assert load_policy(f"{policy},degree=8").decide.keywords == {"degree": 8}
+    with pytest.raises(PolicyError, match="degree = 9"):
+        load_policy(f"{policy},degree=9")
 
 
 def test_legacy_uses_all_ranks_for_one_job():
@@ -146,6 +160,8 @@ def test_edf_as_in_the_paper_gives_all_ranks_to_a_job_past_rescue():
 
 def test_edf_keeps_a_job_where_its_state_is():
     decisions = edf(snapshot(view("a", deadline_s=50, ranks=(1,))))
+    assert placed(decisions) == {"a": (1,)}
+    decisions = edf(snapshot(view("a", deadline_s=50, ranks=(0, 1)), free=(1,)))
     assert placed(decisions) == {"a": (1,)}
 
 

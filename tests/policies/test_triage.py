@@ -14,7 +14,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import makespan
 from gfgen.policies.edf import edf
-from gfgen.policies.triage import ROOM, _Room, triage
+from gfgen.policies.triage import ROOM, _most_in_time, _Room, triage
 from gfgen.snapshot import Arrangement, RunningTask
 
 
@@ -257,6 +257,31 @@ def test_no_decision_depends_on_which_jobs_were_found_to_be_lost(policy, jobs, l
     for picture in (first, replace(fewer, costs=first.costs), first):
         now = replace(picture, now_s=later_s)
         assert placed(policy(replace(now, kept=first.kept))) == placed(policy(replace(now, kept={})))
+
+
+def test_a_job_gives_up_steps_for_as_long_as_it_would_be_late():
+    """The first case is late by 2 s of its 10; the next starts when it ends, and the third is lost alone."""
+    first = replace(view("first", remaining_s=10, deadline_s=8), saving_s=4.0)
+    second, third = view("second", remaining_s=5, deadline_s=13), view("third", remaining_s=9, deadline_s=14)
+    cases, waits_s = [(job, job.remaining_s, 0.0) for job in (first, second, third)], dict[str, float]()
+    kept, given_up, end_s = _most_in_time(0.0, cases, waits_s, end_s=0.0)
+    assert ([job.job_id for job, _, _ in kept], end_s, waits_s) == (["first", "second"], 13.0, {"first": 2.0})
+    assert given_up == cases[2:]
+
+
+def test_jobs_that_are_late_in_any_case_leave_the_others_their_time():
+    jobs = [view(f"job-{n}", remaining_s=4, deadline_s=due_s) for n, due_s in enumerate((3, 4, 8, 9, 12))]
+    cases = [(job, 4.0, 4.0) for job in jobs]
+    kept, given_up, end_s = _most_in_time(0.0, cases, {}, end_s=0.0)
+    assert (len(kept), end_s) == (3, 12.0)
+    assert cases[0] in given_up
+
+
+@pytest.mark.parametrize(("deadline_s", "is_first"), [(22.0, True), (21.9, False)])
+def test_a_short_job_goes_first_if_twice_the_time_of_both_is_left(deadline_s, is_first):
+    """On four ranks they take 10 s and 1 s."""
+    long, short = view("long", remaining_s=40, deadline_s=deadline_s), view("short", remaining_s=4)
+    assert ("short" in placed(triage(four_ranks(long, short, free=(0,)), degree=1))) is is_first
 
 
 @given(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from builders import geometry_of
+from dataclasses import replace
 
-from gfgen.errors import ModelError
-from gfgen.job.spec import JobSpec
+import pytest
+from builders import geometry_of, make_job
+
+from gfgen.errors import InputError, ModelError
+from gfgen.job.spec import JobSpec, spec_hash
 from gfgen.models.geometry.model import CONFIGS, shipped_geometry
-from gfgen.runtime.core.admission import ResolvedModel, admit
+from gfgen.runtime.core.admission import (
+    AdmittedJob,
+    ResolvedModel,
+    admit,
+    arriving_after,
+    check_batch,
+    families_of,
+)
 
 
 def find_model(name: str) -> ResolvedModel:
@@ -138,3 +147,41 @@ def test_steps_of_second_order_have_another_cost_in_pipelines_too() -> None:
     found = ResolvedModel("flux", CONFIGS, geometry_of("FluxPipeline", transformer={}))
     jobs, _ = admit([job(1), job(2, **HEUN)], default_model="flux", find_model=lambda _: found)
     assert [each.shape for each in jobs] == ["1024x1024", "1024x1024+heun"]
+
+
+def admitted(**fields: object) -> AdmittedJob:
+    (found,), problems = admit([job(1, **fields)], default_model="qwen-image", find_model=find_model)
+    assert not problems
+    return found
+
+
+def test_an_admitted_job_is_known_by_its_id_its_hash_and_its_model() -> None:
+    found = admitted()
+    assert found.job_id == "job-1"
+    assert found.info.spec_hash == spec_hash(found.info.asked, has_random_weights=False)
+    assert found.model_in(["qwen-image"]) == "qwen-image"
+    at_home = replace(found.with_priority(1), twin="another")
+    assert (at_home.model_in(["another"]), at_home.model_in(["qwen-image"])) == ("another", "qwen-image")
+    assert make_job("a").num_reads == (1, 1)
+    assert make_job("a").state_bytes == 4 * 1 * 2 * 2 * 4
+
+
+def test_a_job_may_arrive_later() -> None:
+    found = admitted(arrival_s=2.0)
+    assert arriving_after(found, 3.0).spec.arrival_s == 5.0
+
+
+def test_only_families_that_compute_several_jobs_at_once_take_batches() -> None:
+    assert families_of([admitted()]) == {"qwen-image": "qwen-image"}
+    check_batch(2, {"a": "qwen-image", "b": "wan"})
+    check_batch(1, {"a": "flux"})
+    with pytest.raises(InputError, match="--batch 2: a computes one job at a time"):
+        check_batch(2, {"a": "flux"})
+
+
+def test_frames_of_a_video_without_a_format_are_png() -> None:
+    found = admitted(model="wan2.2-ti2v-5b", output="fox.png")
+    assert (found.info.file, found.spec.format) == ("fox/{frame}.png", "png")
+    found = admitted(model="wan2.2-ti2v-5b", output="fox.png", format="png16")
+    assert (found.info.file, found.spec.format) == ("fox/{frame}.png", "png16")
+    assert admitted(output="fox.png").spec.format is None

@@ -23,7 +23,8 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees, Layout, with_torus
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.parallel.shared_attention import TokenSizes, _num_chunks
-from gfgen.runtime.ipc.arenas import GPU_PLAN, HOST_PLAN, RankArenas
+from gfgen.runtime.ipc.arenas import GPU_PLAN, HOST_PLAN, RankArenas, default_plan
+from gfgen.runtime.ipc.settings import RankSettings
 
 PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 MAX_OUTPUT_CHANNELS = 192
@@ -50,6 +51,29 @@ def test_arenas_of_cpu_ranks_are_there_from_the_start():
     arenas.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fds[0])
+
+
+def test_ranks_have_large_arenas_if_gpus_exchange():
+    for num_ranks, device, over_host, plan in (
+        (2, "cpu", False, ArenaPlan()),
+        (1, "cuda", False, ArenaPlan()),
+        (2, "cuda", False, GPU_PLAN),
+        (2, "cuda", True, HOST_PLAN),
+    ):
+        ranks = RankSettings(num_ranks=num_ranks, device=device, over_host=over_host)
+        assert ranks.arena_plan == plan
+        assert ranks.gpu_arena_bytes == (0 if over_host else arena_bytes(plan))
+        assert default_plan(num_ranks=num_ranks, are_on_gpus=ranks.are_on_gpus, over_host=over_host) == plan
+    assert RankSettings(num_ranks=2, plan=PLAN).arena_plan == PLAN
+
+
+def test_ranks_have_the_weights_of_their_models_and_run_no_code_of_theirs():
+    assert not RankSettings(num_ranks=1).trusts_code
+    assert RankSettings(num_ranks=1).computed_with == {
+        "device": "cpu",
+        "vae_dtype": "auto",
+        "has_random_weights": False,
+    }
 
 
 def test_arenas_of_gpus_in_main_memory_are_made_here_with_room_for_flags():

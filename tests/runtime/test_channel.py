@@ -1,7 +1,11 @@
+import contextlib
 import os
+import threading
+from dataclasses import MISSING, fields, is_dataclass
 
 import pytest
 
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import ForgetJob
 
@@ -46,3 +50,28 @@ def test_the_end_of_the_other_side_is_none(ends):
     left, right = ends
     left.close()
     assert right.receive() is None
+
+
+def test_a_message_waits_for_room_unless_it_may_not(ends):
+    left, right = ends
+    assert left.sent_bytes == 0
+    num_sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            left.send(ForgetJob("a"), wait=False)
+            num_sent += 1
+    reader = threading.Timer(0.05, lambda: [right.receive() for _ in range(num_sent)])
+    reader.start()
+    left.send(ForgetJob("last"))
+    reader.join()
+    assert right.receive()[0].job_id == "last"
+
+
+def test_what_a_message_leaves_out_is_nothing():
+    kinds = [
+        kind
+        for kind in vars(messages).values()
+        if is_dataclass(kind) and kind.__module__ == messages.__name__
+    ]
+    defaults = {(kind.__name__, each.name): each.default for kind in kinds for each in fields(kind)}
+    assert {name: value for name, value in defaults.items() if value and value is not MISSING} == {}

@@ -44,3 +44,12 @@ def test_equal_events_keep_the_order_in_which_they_were_scheduled():
 def test_wall_time_passes_by_itself():
     clock = Clock()
     assert clock.now_s >= 0.0
+
+
+def test_events_of_other_kinds_before_a_time_are_more_to_come():
+    clock = Clock(virtual=True)
+    clock.at(Wakeup(1.0))
+    clock.at(JobArrived(2.0, "a"))
+    assert clock.brings_more(before_s=2.5, than=(Wakeup,))
+    assert not clock.brings_more(before_s=2.0, than=(Wakeup,))
+    assert not clock.brings_more(before_s=2.5, than=(Wakeup, JobArrived))

@@ -1,5 +1,6 @@
 """Closing time, in virtual time: what begins before it, and how a run ends by itself."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import resume_path
 
 NOW = datetime(2026, 11, 20, 22, 0, 0).timestamp()
+TWO_JOBS_S = 1.75 + closing.CAUTION * 1.75
+"""The end of the second of two jobs of seven tasks of 0.25 s, as predicted at the end of the first."""
 
 
 def begun(recorder):
@@ -31,6 +34,15 @@ def test_no_job_begins_that_would_not_end_in_time():
     recorder = simulate(jobs, policy="fcfs", num_ranks=1, closes_s=1.6)
     assert recorder.end_order == ["job-0", "job-1"]
     assert begun(recorder) == {"job-0", "job-1"}
+
+
+@pytest.mark.parametrize(
+    ("closes_s", "ended"), [(TWO_JOBS_S, ["a", "b"]), (math.nextafter(TWO_JOBS_S, 0), ["a"])]
+)
+def test_a_job_may_begin_that_is_predicted_to_end_exactly_at_closing_time(closes_s, ended):
+    jobs = [make_job("a"), make_job("b")]
+    recorder = simulate(jobs, policy="fcfs", num_ranks=1, task_s=lambda _: 0.25, closes_s=closes_s)
+    assert recorder.end_order == ended
 
 
 def test_a_shorter_job_may_still_begin_when_a_longer_one_may_not():

@@ -9,7 +9,7 @@ import pytest
 
 from gfgen.errors import InputError
 from gfgen.runtime.core import devices
-from gfgen.runtime.core.devices import Devices, Gpu, choose_devices, find_gpus, parse_memory
+from gfgen.runtime.core.devices import Devices, Gpu, choose_devices, find_gpus, parse_memory, show_only
 
 FOUR = tuple(Gpu("NVIDIA H200", 150_000_000_000 - idx) for idx in range(4))
 
@@ -87,6 +87,26 @@ def test_a_machine_without_signs_of_a_gpu_starts_no_process(monkeypatch: pytest.
     monkeypatch.setattr(devices, "_SIGNS", ())
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     assert find_gpus() == ()
+
+
+def test_a_driver_is_asked_without_signs_if_gpus_are_asked_for(machine_with_gpus, monkeypatch):
+    monkeypatch.setattr(devices, "_SIGNS", ())
+    machine_with_gpus('[["a GPU", 80, [], [9, 0]]]')
+    assert find_gpus() == ()
+    assert [gpu.name for gpu in find_gpus(must_ask=True)] == ["a GPU"]
+
+
+def test_numbers_of_gpus_count_among_those_that_are_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    with pytest.raises(InputError, match="shows 2 GPUs, from 0"):
+        show_only("2")
+    show_only("1")
+    assert devices.os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+
+
+@pytest.mark.parametrize(("transport", "over_host"), [("auto", False), ("host", True)])
+def test_cpu_ranks_may_exchange_as_gpus_do_over_main_memory(transport, over_host):
+    assert choose_devices(find=tuple, transport=transport).over_host is over_host
 
 
 def test_gpus_are_those_that_the_child_process_names(machine_with_gpus):

@@ -124,6 +124,13 @@ def sizes_of(metrics: Metrics) -> list[int]:
     return [len(metrics._latencies_s), len(metrics._num_due)]
 
 
+def test_a_run_takes_as_long_as_its_jobs() -> None:
+    half = ended(job_info("a"), arrival_s=0.25, ended_s=0.75)
+    assert metrics_of(half).summary().makespan_s == 0.5
+    none = metrics_of(ended(job_info("a"), arrival_s=0.0, ended_s=0.0)).summary()
+    assert (none.makespan_s, none.jobs_per_min) == (0.0, 0.0)
+
+
 def test_run_without_jobs_has_a_summary() -> None:
     assert Metrics().summary() == Summary()
     assert Summary().lines() == ["jobs       0 done"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
-from gfgen.runtime.files.ownership import Claims, claim_files, default_folder, job_file_name
+from gfgen.runtime.files.ownership import Claims, claim_files, default_folder, job_file_name, with_names
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import MARK, Content, content_of, remove_mark, set_mark
 
@@ -481,3 +482,17 @@ def test_frames_that_are_there_are_done_and_one_that_is_gone_makes_them_again(fo
     claims = Claims(output_dir=folder, job_file=NIGHT)
     assert claims.claim([job])[1] == []
     assert claims.status(job) == ("again", "its file is gone")
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_arrives_later_has_the_date_of_its_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    job = make_job("fox", arrival_s=86_400.0)
+    job = replace(job, info=replace(job.info, file="{date}.png"))
+    (named,) = with_names([job], output_dir=tmp_path, named_at=86_400.0)
+    assert named.info.file == "1970-01-03.png"

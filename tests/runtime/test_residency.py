@@ -140,6 +140,13 @@ def test_models_part_when_a_job_comes_that_is_too_large_beside_both():
     assert event.models == ("wan",)
 
 
+def test_two_models_that_fit_together_stay_while_a_third_waits():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b"), job_of("moe", "c")]
+    residency = residency_of(jobs, room=100 * GB)
+    assert residency.resident == {"wan", "qwen"}
+    assert residency.change(idle_state(["wan", "qwen"], parked=["c"]), now_s=1.0) is None
+
+
 def idle_state(at_work: Sequence[str], *, parked: Sequence[str] = ()) -> Any:
     """What a residency asks a state; whoever looks at each job that waits is told so."""
 

@@ -5,8 +5,9 @@ import pytest
 from builders import make_job
 from slabs import publish
 
+from gfgen.graph import Trajectory
 from gfgen.runtime.ipc import slab as slab_module
-from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.ipc.slab import OutputShape, Slab, SlabPlan, map_for, shape_in
 
 
 @pytest.fixture
@@ -99,8 +100,15 @@ def test_a_version_stays_whole_while_the_next_one_is_written(slab):
 
 
 def test_an_artifact_larger_than_planned_is_refused(slab):
-    with pytest.raises(ValueError, match="artifact latents takes"):
-        publish(slab, "latents", 2, None, [memoryview(bytes(10_000_000))], producer=7)
+    publish(slab, "latents", 2, None, [memoryview(bytes(73536))], producer=7)
+    with pytest.raises(ValueError, match="artifact latents takes 73732 bytes, 73728 were planned"):
+        publish(slab, "latents", 2, None, [memoryview(bytes(73537))], producer=8)
+
+
+def test_each_region_has_room_for_a_meta_and_for_padding():
+    region_bytes = 64 * 1024 + 4096
+    plan = SlabPlan.of(Trajectory("a", 4))
+    assert plan == SlabPlan(tuple(4096 + n * region_bytes for n in range(5)), 4096 + 5 * region_bytes)
 
 
 def test_two_mappings_see_the_same_memory():
@@ -110,3 +118,25 @@ def test_two_mappings_see_the_same_memory():
     os.close(fd)
     publish(writer, "prompt", 1, "hello", [], producer=3)
     assert reader.fetch("prompt", 1)[0] == "hello"
+
+
+@pytest.mark.parametrize(("sound", "size_bytes"), [((2, 7), 4096 + 128 + 2 * 7 * 4), (None, 4096 + 128)])
+def test_the_head_of_an_output_says_what_follows(sound, size_bytes):
+    """Two pictures of 3 x 5 pixels take 90 bytes; what follows begins at a multiple of 64."""
+    fd = os.memfd_create("output")
+    shape = OutputShape((2, 3, 5, 3), sound, 44100)
+    assert len(map_for(fd, shape)) == size_bytes
+    assert shape_in(fd) == shape
+    os.truncate(fd, size_bytes - 1)
+    with pytest.raises(ValueError, match=f"{size_bytes - 1} bytes cannot hold {size_bytes}"):
+        shape_in(fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("length", [0, 4089])
+def test_memory_without_a_head_holds_no_output(length):
+    fd = os.memfd_create("output")
+    os.write(fd, length.to_bytes(8, "little") + b"[[0, 0, 0, 3], null, 0]".ljust(4096))
+    with pytest.raises(ValueError, match="holds no output"):
+        shape_in(fd)
+    os.close(fd)

@@ -1,6 +1,7 @@
 import math
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 from builders import make_job, with_limits
@@ -396,6 +397,56 @@ def test_a_job_ends_when_its_file_is_written():
     assert cluster.state.finished
 
 
+def test_a_job_whose_file_cannot_be_written_fails():
+    cluster = Cluster(make_job("a", steps=1))
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    cluster.state.apply(events.LoadFailed(1.0, ("fake",), "no such file"))
+    assert not cluster.state.finished, "its file is being written"
+    (outcome,) = cluster.state.apply(events.OutputFailed(1.0, "a", "the disk is full"))
+    assert (outcome.status, outcome.error) == ("failed", "the disk is full")
+
+
+def test_a_choice_is_due_when_a_rank_is_ready_and_a_job_is_open():
+    state = State([make_job("a")], RunStart(num_ranks=1), clock=Clock(virtual=True), costs=CostModel())
+    state.apply(events.JobArrived(0.0, "a"))
+    assert state.choice() is None
+    state.apply(events.RankReady(0.0, 0, 1, 0.0))
+    assert state.choice().open == state.snapshot().open
+    assert not Cluster().state.choice()
+
+
+def test_looks_ahead_know_what_has_ended_and_what_it_may_take():
+    cluster = Cluster(make_job("a", steps=1), make_job("b"))
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 10, 0.1))
+    ahead = cluster.state.snapshot_of_traffic({"fake": 3.0})
+    assert [view.job_id for view in ahead.recent] == ["a", "b"]
+    assert (set(ahead.open), ahead.parked, ahead.load_s) == ({"b"}, {}, {"fake": 3.0})
+    assert ahead.writers_free_s == (cluster.clock.turn_s,)
+
+
+def test_jobs_of_a_batch_run_on_one_rank_each():
+    jobs = [replace(job, info=replace(job.info, family="wan")) for job in map(make_job, "ab")]
+    for batch, most in ((1, 8), (2, 1)):
+        start = RunStart(num_ranks=2, batch=batch)
+        state = State(jobs, start, clock=Clock(virtual=True), costs=CostModel())
+        for rank in range(2):
+            state.apply(events.RankReady(0.0, rank, 1, 0.0))
+        for job in jobs:
+            state.apply(events.JobArrived(0.0, job.job_id))
+        views = state.snapshot().open
+        assert {name: view.max_sequence_degree for name, view in views.items()} == {"a": most, "b": most}
+
+
+def test_steps_need_patches_and_so_do_texts_of_general_pipelines():
+    own = Cluster(make_job("a")).state.jobs.records["a"]
+    general = Cluster(replace(make_job("a"), has_nominal_flops=True)).state.jobs.records["a"]
+    assert [stage for stage in Stage if own.needs_patches(stage)] == [Stage.DENOISE]
+    assert set(Stage) - {stage for stage in Stage if general.needs_patches(stage)} == {Stage.APPROXIMATE}
+
+
 def test_the_outcome_has_the_size_that_the_model_made():
     cluster = Cluster(make_job("a", steps=1))
     for index in range(4):
@@ -609,6 +660,24 @@ def test_a_second_signal_does_not_wait():
     with pytest.raises(InterruptedRunError) as stopped:
         cluster.state.apply(events.StopRequested(0.1, 15))
     assert stopped.value.exit_code == 143
+
+
+def test_ranks_write_into_each_others_memory_if_they_share_a_task_or_its_state_moves():
+    cluster = Cluster(make_job("a"), max_degree=2)
+    assert not cluster.begin("a", 0, 0).communicates
+    cluster = Cluster(make_job("a"), num_ranks=3, max_degree=2)
+    for index in range(2):
+        cluster.done(cluster.begin("a", index, 0))
+    step = cluster.begin("a", 2, 0, 1)
+    assert step.communicates
+    cluster.done(step)
+    assert cluster.begin("a", 3, 2).communicates
+
+
+def test_a_failure_counts_unless_it_is_said_to_be_void():
+    failure = events.TaskFailed(0.0, 1, "boom")
+    assert not failure.void
+    assert not failure.lost
 
 
 def test_a_task_on_several_ranks_frees_all_of_them():
