@@ -1,8 +1,8 @@
 """Plant one-token faults in the modules that decide, and count those that the nearest test file notices.
 
 The sample has equally many faults of each package, at random with a seed. A test that fails notices a fault,
-and so does a file of tests that takes three times its time, and 5 s. Each fault is planted in memory, in a fork
-of a process that has imported all but gfgen. Processes that a test starts other than by a fork do not have it.
+and so does a file of tests that takes three times its time, and 5 s. Each fault is planted in memory, in a
+fork of a process that has imported all but gfgen. Processes that are no forks of it do not have the fault.
 
 Not planted: faults in assertions (which are tests themselves), annotations and decorators.
 """
@@ -44,11 +44,12 @@ NEAREST = {  # the tests of their subject, for modules without tests of their na
     "runtime/test_channel": "messages",
     "runtime/test_control": "decider",
     "runtime/test_outputs": "metadata",
-    "runtime/test_profile": "profile_file profile_store",
-    "runtime/test_run_profile": "scaling",
+    "runtime/test_profile": "profile_file",
+    "runtime/test_run_profile": "profile_store scaling",
     "runtime/test_state": "dispatch events job_record jobs ranks",
-    "test_job": "fields reader",
+    "test_job": "fields",
     "test_job_formats": "spec",
+    "test_job_inputs": "reader",
 }
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

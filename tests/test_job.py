@@ -784,3 +784,29 @@ class TestDocumentation:
             args files scheduler lora sigmas recipe reuse upscale upscale_strength upscale_steps deadline
             arrival timeout priority tag output format quality"""
         assert list(FIELDS) == expected.split()
+
+
+class TestEdges:
+    def test_an_output_may_have_seven_folders_and_names_of_200_bytes(self) -> None:
+        folders = "a/" * 7
+        assert job(id="fox", output=f"{folders}{{id}}.png").output == f"{folders}fox.png"
+        assert problem(output=f"a/{folders}{{id}}.png").accepted.endswith("at most 7 folders")
+        longest = "x" * 196 + ".png"
+        assert job(output=longest).output == longest
+        assert "this one has 201 bytes" in problem(output=f"x{longest}").accepted
+
+    def test_sigmas_fall(self) -> None:
+        assert job(sigmas=[1, 0.5]).sigmas == [1.0, 0.5]
+        assert "smaller than the one before" in problem(sigmas=[1.0, 0.5, 0.5]).accepted
+
+    def test_a_lora_may_be_partial(self) -> None:
+        assert FIELDS["lora"].parse([{"name": "style", "partial": True}]) == [
+            {"name": "style", "scale": 1.0, "partial": True}
+        ]
+
+    def test_an_enlarged_picture_may_be_changed_as_little_as_a_hundredth(self) -> None:
+        assert job(upscale=2, upscale_strength=0.01).upscale_strength == 0.01
+        assert problem(upscale=2, upscale_strength=0.009).field == "upscale_strength"
+
+    def test_as_many_pixels_as_are_accepted_are(self) -> None:
+        assert job(size="2048x2048", frames=1024).frames == 1024

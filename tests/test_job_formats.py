@@ -383,3 +383,13 @@ def test_a_date_is_that_of_the_first_recorded_arrival(tmp_path, monkeypatch):
     assert with_names([plain], output_dir=tmp_path) == [plain]
     os.environ.pop("TZ", None)
     time.tzset()
+
+
+def test_a_job_says_its_size_its_seed_and_the_name_of_its_file():
+    spec = JobSpec(id="fox", prompt="a fox")
+    assert spec.size_text == "auto"
+    assert replace(spec, width=64, height=32).size_text == "64x32"
+    assert 0 <= default_seed("fox") < 2**32
+    assert len({default_seed(f"fox-{n}") for n in range(100)}) == 100
+    assert max(default_seed(f"fox-{n}") for n in range(100)) > 2**24
+    assert filled("{index:04}-{tag}-{id}", index=7, tag="S", job_id="a") == "0007-S-a"

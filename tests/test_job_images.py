@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from one_job import parse_job
 from PIL import Image, features
 
 from gfgen.job import images
-from gfgen.job.images import ImageError, ImageReader, as_rgb, remarks_on
+from gfgen.job.images import ImageError, ImageReader, LoraError, LoraFiles, as_rgb, remarks_on
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import admit
 from gfgen.session.admission import find_weightless
@@ -185,3 +186,18 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Image.fromarray(NOISE[..., :3]).save(tmp_path / "a.png")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ImageReader(Path("elsewhere")).check("~/a.png")[0] == tmp_path / "a.png"
+
+
+def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    name, numbers = "blocks.0.to_q.lora_A.weight", np.ones((2, 3), np.float32)
+    save_file({name: numbers}, tmp_path / "a.safetensors", metadata={"made": "by hand"})
+    files = LoraFiles(tmp_path)
+    path, digest = files.check("a.safetensors", None)
+    assert (path, digest) == (tmp_path / "a.safetensors", hashlib.sha256(path.read_bytes()).hexdigest())
+    save_file({name: numbers * np.nan}, tmp_path / "b.safetensors")
+    with pytest.raises(LoraError, match="has NaN or infinity"):
+        files.check("b.safetensors", None)
+    with pytest.raises(LoraError, match=r"c\.safetensors"):
+        files.check("c.safetensors", None)

@@ -310,3 +310,37 @@ def test_lines_with_variations_are_counted_and_elements_of_an_array_are_none(tmp
     path.write_text(json.dumps(["a fox", {"prompt": "an owl", "num_images": 3}]))
     parsed = read_jobs(path)
     assert (len(parsed.specs), parsed.num_varied) == (4, 1)
+
+
+def test_standard_input_has_a_name_of_its_own(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'{"prompt": "a fox"}')))
+    assert JobSource(files=("-",)).read().source == "standard input"
+
+
+def test_choices_vary_if_the_command_line_says_so_and_a_matrix_stays(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a {b|c}"}\n{"prompt": "d", "vary": {"steps": [1, 2]}}\n')
+    specs = read_jobs(path, overrides={"vary": True}).specs
+    assert [(spec.prompt, spec.steps) for spec in specs] == [("a b", None), ("a c", None), ("d", 1), ("d", 2)]
+
+
+@pytest.mark.parametrize(("number", "more"), [(10, ""), (12, " and 2 more")])
+def test_a_selection_of_nothing_names_ten_ids(tmp_path, number, more):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"id": "fox-{n}", "prompt": "a"}}\n' for n in range(number)))
+    ids = ", ".join(f"fox-{n}" for n in range(10))
+    with pytest.raises(InputError, match=f"; ids are {ids}{more}; tags are not given"):
+        JobSource(files=(str(path),), only=("owl",)).read()
+
+
+def test_what_is_not_utf8_is_named_with_its_line_and_place(tmp_path):
+    assert str(read(tmp_path, "a.txt", b"\n\xfffox").problems[0]).startswith(
+        "line 2: character 1 of the line"
+    )
+    found = read(tmp_path, "a.csv", b"prompt\na fox \xff").problems[0]
+    assert str(found).startswith("line 2: character 7 of the line (0xff) is not UTF-8")
+
+
+def test_an_option_of_a_prompt_that_is_there_twice_is_shown(tmp_path):
+    (found,) = read(tmp_path, "a.txt", "a fox --s 4 --s 5\n").problems
+    assert "--s = 5: is there twice" in str(found)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from builders import read_jobs
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, JobError
 from gfgen.job.reader import ParsedJobs
-from gfgen.job.shared import parse_overrides
+from gfgen.job.shared import MAX_JOBS, closing_at, parse_overrides, variations
 
 
 def read(tmp_path: Path, *lines: object, overrides: dict[str, object] | None = None) -> ParsedJobs:
@@ -85,3 +85,45 @@ def test_a_bad_override_is_named(text, words):
 def test_a_seed_and_seeds_exclude_each_other():
     with pytest.raises(InputError, match="--seed: seed and seeds exclude each other"):
         parse_overrides([("--set", "seeds=1..3"), ("--seed", "seed=4")])
+
+
+def lines_of(folder: Path | None = None, **line: object) -> list[dict[str, object]]:
+    return [dict(job) for job in variations(line, fixed={}, folder=folder)]
+
+
+def test_variations_have_numbers_if_there_are_several():
+    assert lines_of(prompt="a", id="fox", num_images=1) == [{"prompt": "a", "id": "fox"}]
+    assert lines_of(prompt="a", id="fox", num_images=2, seed=4) == [
+        {"prompt": "a", "id": "fox-1", "seed": 4},
+        {"prompt": "a", "id": "fox-2", "seed": 5},
+    ]
+    assert lines_of(prompt="a", seeds="3..4") == [{"prompt": "a", "seed": 3}, {"prompt": "a", "seed": 4}]
+    assert lines_of(prompt="a", seeds=[7]) == [{"prompt": "a", "seed": 7}]
+
+
+@pytest.mark.parametrize("seeds", [[], "", "4..3", "1..100001", 3])
+def test_seeds_that_are_no_range_or_list_are_refused(seeds):
+    with pytest.raises(JobError, match=r'a range like "1\.\.8"'):
+        lines_of(prompt="a", seeds=seeds)
+
+
+def test_a_line_may_make_100_000_jobs():
+    assert len(lines_of(prompt="a", seeds="1..100000")) == MAX_JOBS
+    with pytest.raises(JobError, match="this line makes 100,002 jobs; at most 100,000"):
+        lines_of(prompt="{a|b}", vary=True, seeds="1..50001")
+
+
+def test_lists_are_files_of_a_folder_and_none_over_http(tmp_path):
+    (tmp_path / "animals.txt").write_text("fox\n# no\n\nowl\n")
+    assert lines_of(tmp_path, prompt="a {@animals.txt}", vary=True) == [
+        {"prompt": "a fox"},
+        {"prompt": "a owl"},
+    ]
+    with pytest.raises(JobError, match="not accepted over HTTP"):
+        lines_of(prompt="a {@animals.txt}", vary=True)
+
+
+def test_a_run_may_close_after_a_duration():
+    assert closing_at("8h", now=1000.0) == 1000.0 + 8 * 3600
+    with pytest.raises(InputError, match="--until '0s'"):
+        closing_at("0s", now=1000.0)

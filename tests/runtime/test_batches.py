@@ -222,3 +222,9 @@ def test_a_run_with_batches_ends_whatever_is_cancelled() -> None:
         control.clock.at(events.JobCancelled(STEP_S * (2 * number + 3.5), name))
     control.run()
     assert sorted(recorder.end_order) == list("abcdef")
+
+
+def test_jobs_of_a_batch_are_decoded_one_by_one() -> None:
+    recorder = simulate([job_of(name, steps=1) for name in "ab"], batch=2, num_ranks=2, policy="fcfs")
+    decodes = [each for each in recorder.dispatches if each.task.stage is Stage.DECODE]
+    assert [(each.task.job_id, each.batch) for each in decodes] == [("a", None), ("b", None)]

@@ -477,3 +477,19 @@ def test_after_its_first_step_a_job_of_a_new_class_has_no_first_estimate_left(ra
     control.run()
     assert len(seen) >= steps - 3
     assert all(abs(off - (ratio - 1)) < 0.1 * steps for off in seen[1:]), seen
+
+
+def test_a_run_without_a_disk_ends_early_if_nothing_that_is_left_fits():
+    jobs = [make_job("a"), make_job("b", steps=90)]
+    control, recorder = simulated_control(jobs, num_ranks=1, policy="fcfs", closes_s=5.0)
+    control.run()
+    assert recorder.end_order == ["a"]
+    assert control.clock.now_s < 5.0
+
+
+@pytest.mark.parametrize(("number", "named"), [(5, "0, 1, 2, 3, 4"), (7, "0, 1, 2, 3, 4 and 2 more")])
+def test_five_of_the_jobs_that_wait_are_named(number, named):
+    control, _ = simulated_control([make_job(f"{n}") for n in range(number)])
+    control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
+    with pytest.raises(StalledError, match=f"{number} jobs wait: {named}$"):
+        control.run()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gfgen.graph import Stage, Trajectory
 from gfgen.layout import Layout, Limits
-from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.cost import OVERHEAD_S, CostModel
 from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
@@ -383,3 +383,48 @@ def test_steps_that_reading_bounds_teach_nothing_about_computing():
     costs.observe(shared, Stage.DENOISE, ONE, 0.4)
     costs.observe(large, Stage.DENOISE, ONE, 5.0)
     assert costs.task_s(costs.class_of(make_job("b", shape="large"), batch=8), Stage.DENOISE, ONE) > 4.0
+
+
+def test_moves_and_approximate_steps_take_as_long_as_the_profile_says_of_the_state():
+    costs = CostModel(Profile("a machine", "2026-11-28", "a test", 1, (), move_s=0.5, move_bytes_per_s=1e6))
+    small = cost_class(costs)
+    assert costs.move_s(small, Layout.single(0), Layout.single(1)) == pytest.approx(1.5)
+    assert costs.estimate(small, Stage.APPROXIMATE, ONE).seconds == pytest.approx(OVERHEAD_S + 1.0)
+
+
+def test_looks_ahead_get_the_same_estimates_and_record_nothing():
+    costs = CostModel()
+    small = cost_class(costs)
+    ahead_s = costs.task_s(small, Stage.DENOISE, ONE, is_handed_out=False)
+    assert not costs.doubts
+    assert costs.task_s(small, Stage.DENOISE, ONE) == ahead_s > 0
+    assert costs.doubts
+
+
+def test_the_steps_of_a_model_teach_about_its_decodes_and_no_stage_about_its_steps():
+    costs = CostModel()
+    small, large = cost_class(costs), cost_class(costs, "large", flops=4e9)
+    costs.observe(small, Stage.DENOISE, ONE, 0.5)
+    assert costs.task_s(large, Stage.DECODE, ONE) == pytest.approx(2.0, rel=0.02)
+    costs.observe(small, Stage.DECODE, ONE, 1.0)
+    assert costs.estimate(large, Stage.DECODE, ONE).seconds == pytest.approx(4.0, rel=0.02)
+    assert costs.estimate(large, Stage.DENOISE, ONE).seconds == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_shape_that_the_profile_lacks_takes_the_drift_of_those_that_it_has():
+    """Its own durations differ from an estimate over shapes, which is no drift of the machine."""
+    rows = tuple(
+        ProfileRow("model", "small", Stage.DENOISE, degrees, 1.0, flops=1e9) for degrees in (ONE, (1, 2, 1))
+    )
+    costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=2, rows=rows))
+    small, batch = (
+        cost_class(costs),
+        costs.cost_class("model", "large", flops=dict.fromkeys(Stage, 4e9), state_bytes=1_000_000, batch=2),
+    )
+    costs.observe(batch, Stage.DENOISE, ONE, 40.0)
+    costs.observe(small, Stage.DENOISE, (1, 4, 1), 40.0)
+    assert costs.estimate(small, Stage.DENOISE, ONE).seconds == 1.0
+    costs.observe(small, Stage.DENOISE, (1, 2, 1), 3.0)
+    costs.observe(small, Stage.DENOISE, (1, 2, 1), 3.0)
+    costs.observe(small, Stage.DENOISE, (1, 2, 1), 3.0)
+    assert costs.estimate(small, Stage.DENOISE, ONE).seconds == pytest.approx(3.0)

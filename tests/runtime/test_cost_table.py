@@ -2,7 +2,7 @@ import pytest
 
 from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import CostModel, uncertain
-from gfgen.runtime.predict.cost_table import CostTable, Provenance, TaskWork
+from gfgen.runtime.predict.cost_table import CostTable, Provenance, TaskWork, _distance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 ONE = (1, 1, 1)
@@ -193,3 +193,17 @@ def test_what_degrees_do_that_the_profile_lacks_is_not_taken_for_drift():
     before = costs.task_s(small, Stage.DENOISE, ONE)
     costs.observe(small, Stage.DENOISE, (1, 4, 1), 9.0)
     assert costs.task_s(small, Stage.DENOISE, ONE) == before
+
+
+def test_degrees_of_as_many_ranks_are_nearest_and_then_those_of_as_many_branches():
+    halves, together, single = (2, 1, 1), (1, 2, 1), ONE
+    assert min(single, halves, together, key=lambda other: _distance(other, (2, 2, 1))) == halves
+    assert min(single, halves, together, key=lambda other: _distance(other, (1, 4, 1))) == together
+
+
+def test_files_of_a_model_without_times_take_what_the_profile_says_of_any():
+    table = CostTable(
+        profile(*SHAPES, row("S", 1.0, model="other", stage=Stage.DECODE, write_s=0.7), write_s=0.3)
+    )
+    assert table.write_s("wan", "S", TaskWork(1.0, 1)) == 0.3
+    assert table.write_s("other", "S", TaskWork(1.0, 1)) == 0.7

@@ -449,6 +449,8 @@ def test_a_line_that_never_ends_counts_after_a_while(desk, caplog):
     caplog.set_level("INFO")
     desk.put("a.csv").write_text("id,prompt\nfox,a fox")
     assert desk.look() == []
+    assert desk.look() == []
     assert "a.csv: its last line has no end yet; waiting for it, at most 30 s" in caplog.text
     desk.now += inbox_module.UNFINISHED_S
     assert desk.look() == ["fox"]
+    assert caplog.text.count("waiting for it") == 1

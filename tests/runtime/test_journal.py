@@ -1,8 +1,10 @@
+import os
+
 import pytest
 from builders import make_job, simulated_control
 from journal_reader import read_journal, read_runs
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, OutputError
 from gfgen.runtime.core.events import Event, JobArrived, RankTimes, TaskDone, Wakeup
 from gfgen.runtime.files.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.files.resume import RunStart
@@ -157,3 +159,10 @@ def test_a_journal_of_another_version_is_refused(tmp_path):
     path.write_text('{"gfgen_journal":99}\n')
     with pytest.raises(InputError, match="another version"):
         list(read_journal(path))
+
+
+def test_a_folder_that_has_the_name_of_a_journal_stays(tmp_path):
+    (tmp_path / "journal.jsonl").mkdir()
+    with pytest.raises(OutputError, match="Is a directory"):
+        Journal(tmp_path / "journal.jsonl", header={})
+    assert os.listdir(tmp_path) == ["journal.jsonl"]

@@ -17,6 +17,7 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import (
     ManifestWriter,
+    ended_at,
     read_files,
     read_manifest,
 )
@@ -281,3 +282,16 @@ def test_a_line_can_say_what_the_job_was_made_with(tmp_path: Path) -> None:
     entry = json.loads(path.read_text())
     assert list(entry) == [*FROZEN_KEYS, "made_with"]
     assert entry["made_with"] == {"weights": "a"}
+
+
+def test_memory_is_in_mebibytes_and_a_line_says_when_it_was_written(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a"), peak_bytes=3 * 2**19))
+    entry = json.loads(path.read_text())
+    assert (entry["peak_memory_mb"], entry["written_at"]) == (1.5, "1970-01-01T00:00:00Z")
+    assert ended_at(entry | {"written_at": "1970-01-02T00:00:01Z"}) == 86401.0
+    assert ended_at({}) == 0.0
+
+
+def test_memory_has_one_digit_after_the_point(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a"), peak_bytes=1234567))
+    assert json.loads(path.read_text())["peak_memory_mb"] == 1.2

@@ -31,6 +31,7 @@ from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadat
 from gfgen.runtime.files.outputs import (
     Frames,
     Sound,
+    _encode_command,
     encoder_threads,
     read_metadata,
     write_output,
@@ -546,3 +547,13 @@ def test_less_quality_makes_smaller_files(tmp_path: Path, name: str) -> None:
 def test_a_file_in_a_subfolder_is_written_there(tmp_path: Path) -> None:
     write_output(gradient(1), tmp_path / "S" / "day" / "a.png", fps=None, metadata={})
     assert names_in(tmp_path / "S" / "day") == ["a.png"]
+
+
+def test_a_video_has_its_size_in_its_description_and_the_samples_of_its_codec(tmp_path: Path) -> None:
+    write_output(gradient(2, 32, 48), tmp_path / "a.mp4", fps=8, metadata=METADATA)
+    assert b"Size: 48x32" in (tmp_path / "a.mp4").read_bytes()
+    for coding, pixels in (("prores_ks", "yuv422p10le"), ("libx264", "yuv420p")):
+        command = _encode_command(
+            gradient(2), tmp_path / "a.mov", ["-c:v", coding], fps=8, tag_fd=0, sound=[]
+        )
+        assert any(f"format={pixels}," in part for part in command)

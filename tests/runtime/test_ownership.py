@@ -496,3 +496,42 @@ def test_a_job_that_arrives_later_has_the_date_of_its_arrival(
     job = replace(job, info=replace(job.info, file="{date}.png"))
     (named,) = with_names([job], output_dir=tmp_path, named_at=86_400.0)
     assert named.info.file == "1970-01-03.png"
+
+
+def test_a_job_whose_number_is_taken_gets_the_next_one_and_a_finished_one_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    def numbered(job_id: str) -> AdmittedJob:
+        job = make_job(job_id, output="pic-{index}.png", place=1)
+        return replace(job, info=replace(job.info, file="pic-1.png"))
+
+    def files(*job_ids: str) -> list[str]:
+        return [job.info.file for job in with_names(list(map(numbered, job_ids)), output_dir=tmp_path)]
+
+    assert files("a", "b", "c") == ["pic-1.png", "pic-2.png", "pic-3.png"]
+    note(tmp_path, JobOutcome(replace(numbered("b").info, file="pic-1.png"), "done", written=Content(1)))
+    assert files("a", "b") == ["pic-2.png", "pic-1.png"]
+    other = replace(numbered("b").info, file="old.png", spec_hash="another")
+    note(tmp_path, JobOutcome(other, "done", written=Content(1)))
+    assert files("a", "b") == ["pic-1.png", "pic-2.png"]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [("failed", "it failed"), ("cancelled", "it was cancelled"), ("done", "its file is gone")],
+)
+def test_a_job_that_is_made_again_has_a_reason(folder: Path, status: Any, reason: str) -> None:
+    job = make_job("fox")
+    written = Content(1) if status == "done" else None
+    note(folder, JobOutcome(job.info, status, written=written, error="boom"))
+    claims = Claims(output_dir=folder, job_file=NIGHT)
+    assert claims.status(job) == ("again", reason)
+    assert claims.status(make_job("new")) == ("new", "")
+
+
+def test_a_run_overwrites_no_file_unless_it_is_told_to(folder: Path) -> None:
+    (folder / "fox.png").write_bytes(b"mine")
+    kept, problems = Claims(output_dir=folder, job_file=NIGHT).claim([make_job("fox")])
+    assert (list(kept), len(problems)) == ([], 1)
+    kept, problems = Claims(output_dir=folder, job_file=NIGHT, overwrite=True).claim([make_job("fox")])
+    assert ([job.job_id for job in kept], list(problems)) == (["fox"], [])

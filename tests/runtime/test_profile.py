@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def spoilt(change):
             spoilt(lambda c: c["rows"][0].update(degrees=[1, 2])),
             r"row 1: degrees \[1, 2\]: three or four",
         ),
+        (spoilt(lambda c: c["rows"][0].update(degrees=[1, 0, 1])), r"degrees \[1, 0, 1\]: three or four"),
+        (spoilt(lambda c: c["rows"][0].update(degrees=[1, 1.5, 1])), r"degrees \[1, 1.5, 1\]: three or four"),
+        (spoilt(lambda c: c.update(read_bytes_per_s=0)), "read_bytes_per_s = 0 is below 1"),
         (spoilt(lambda c: c["rows"][0].pop("seconds")), "row 1: .*seconds"),
     ],
 )
@@ -68,6 +72,15 @@ def test_a_file_that_is_no_profile_is_named_with_what_is_wrong(tmp_path, content
         load_profile(tmp_path / "p.json")
     assert str(caught.value).startswith(f"--profile {tmp_path / 'p.json'}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_profile_with_times_under_load_is_of_ranks_that_share_cores():
+    alone = profile()
+    assert not alone.shares_cores
+    loaded = replace(alone.rows[0], loaded_s=0.2)
+    assert (loaded.num_samples, replace(alone, rows=(loaded,)).shares_cores) == (1, True)
+    slowest = replace(alone, read_bytes_per_s=1.0)
+    assert profile_store.profile_of(json.loads(slowest.as_json())) == slowest
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -147,6 +147,19 @@ def test_two_models_that_fit_together_stay_while_a_third_waits():
     assert residency.change(idle_state(["wan", "qwen"], parked=["c"]), now_s=1.0) is None
 
 
+def test_a_model_that_does_not_fit_beside_its_own_jobs_gives_way_when_nothing_of_it_is_left():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    residency = residency_of(jobs, room=60 * GB, work=50 * GB)
+    state = idle_state([], parked=["b"])
+    state.models.wanted = lambda: ["qwen"]
+    assert residency.change(state, now_s=1.0) is None, "jobs of it run"
+    state.is_at_rest = True
+    state.models.parked = {"b": SimpleNamespace(model="qwen", since_s=0.0)}
+    event = residency.change(state, now_s=1.0)
+    assert event is not None
+    assert (event.models, event.reason) == (("qwen",), "nothing is left to do with the others")
+
+
 def idle_state(at_work: Sequence[str], *, parked: Sequence[str] = ()) -> Any:
     """What a residency asks a state; whoever looks at each job that waits is told so."""
 

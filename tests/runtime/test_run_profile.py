@@ -362,3 +362,13 @@ def test_peaks_and_the_rate_of_reads_are_kept_without_times_and_the_largest_peak
     both = joined([profile(row()), found, profile(row(), peaks={"fake small decode": 8, "other": 1})])
     assert (both.peaks, both.read_bytes_per_s) == (found.peaks | {"other": 1}, 25e9)
     assert not scaling.of_another_gpu(found, "NVIDIA X").peaks
+
+
+def test_another_gpu_takes_as_much_longer_as_it_computes_less():
+    known = replace(profile(row(1.0), row(1.0, stage=Stage.DECODE, loaded_s=2.0)), device="NVIDIA H200")
+    scaled = scaling.of_another_gpu(known, "NVIDIA A100-SXM4-80GB")
+    assert [each.seconds for each in scaled.rows] == [pytest.approx(989 / 312)] * 2
+    assert [each.loaded_s for each in scaled.rows] == [None, pytest.approx(2 * 989 / 312)]
+    assert scaling.of_another_gpu(known, "an unknown GPU").rows[0].seconds == pytest.approx(989 / 80)
+    l4 = scaling.of_another_gpu(known, "NVIDIA L4")
+    assert l4.rows[0].seconds == pytest.approx(989 / 121)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.trace import FIRST_WRITER_TID, TraceWriter
 from gfgen.runtime.ipc.messages import MemoryUse
 
@@ -148,7 +150,7 @@ def test_what_ranks_took_of_memory_is_in_the_trace(tmp_path: Path) -> None:
     writer.measured({1: MemoryUse(7, {"wan": 5}, 6, 2, {"wan 64x64 decode": 3})})
     writer.close()
     (found,) = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["name"] == "memory"]
-    assert found["tid"] == 1
+    assert (found["tid"], found["ts"]) == (1, 0.0)
     assert found["args"] == {
         "host_bytes": 7,
         "device_peaks": {"wan": 5},
@@ -238,3 +240,36 @@ def test_blocks_join_neighbouring_ranks_and_steps_of_a_job_are_merged(tmp_path: 
     ]
     assert len(tasks_of_jobs(blocks)["a"]) == 7
     assert [block.lanes for block in timeline.writes] == [(0, 0)]
+
+
+def test_waits_moves_and_sources_of_a_task_are_told_in_microseconds(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    writer.began((job_info("a"),), num_ranks=2, policy="srtf")
+    step = Dispatch(1, Task("a", 2, Stage.DENOISE, 0), Layout.single(0), 0.0, 0.0, 1.0)
+    writer.dispatched(step)
+    writer.dispatched(replace(step, number=2, source=Layout.single(1)))
+    writer.applied(events.TaskDone(2.0, 1, (events.RankTimes(0, 1.0, 2.0, waited_s=0.25, moved_s=0.5),)))
+    writer.applied(events.TaskDone(3.0, 2, (events.RankTimes(0, 2.0, 3.0, waited_s=1e-6, moved_s=1e-6),)))
+    writer.close()
+    slices = of(json.loads((tmp_path / "t.json").read_text()), "X")
+    found = [(each["cat"], each["ts"], each["dur"]) for each in slices]
+    assert found == [
+        ("wait", 250_000.0, 250_000.0),
+        ("move", 500_000.0, 500_000.0),
+        ("denoise", 1_000_000.0, 1_000_000.0),
+        ("denoise", 2_000_000.0, 1_000_000.0),
+    ]
+    assert [each["args"]["source"] for each in slices[2:]] == [None, str(Layout.single(1))]
+
+
+def test_a_missed_deadline_is_marked_with_how_late_the_job_is(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    info = job_info("a")
+    writer.began((info, job_info("b")), num_ranks=1, policy="srtf")
+    writer.applied(events.JobArrived(0.25, "a"))
+    writer.ended(JobOutcome(info, "done", ended_s=3.0, deadline_s=1.25))
+    writer.measured({0: MemoryUse(7, {}, 6, 2, {})})
+    writer.close()
+    marks = {each["name"]: each for each in of(json.loads((tmp_path / "t.json").read_text()), "i")}
+    assert marks["a missed its deadline"]["args"]["late_s"] == 1.75
+    assert marks["a missed its deadline"]["ts"] == 1_250_000.0
