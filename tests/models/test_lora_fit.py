@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.errors import InputError, ModelError
+from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import NoImages
 from gfgen.job.reader import to_mapping
@@ -30,6 +32,7 @@ from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.reading import answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
+from gfgen.runtime.ipc.arenas import HOST_PLAN
 from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
 from gfgen.session.loras import Loras, PatchNeed, ServedLora, find_loras
@@ -260,6 +263,57 @@ def test_copies_without_room_on_gpus_are_in_main_memory(
     assert "at least 81.7 GB of main memory needed for copies of the weights that LoRAs change" in str(
         problem
     )
+
+
+def test_copies_of_several_loras_share_main_memory(
+    large_lora: JobSpec, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each changes half of the parameters, of which main memory has room for the copies of one half."""
+
+    def half(_: Path, path: Path) -> LoraFit:
+        names = [f"transformer.{path.stem}.{name}" for name in range(30)]
+        return LoraFit(changed=dict.fromkeys(names, 20_430_000_000 // 60), components=("transformer",))
+
+    monkeypatch.setattr(accounting, "by_headers", half)
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 30 * GB)
+    first = lora(tmp_path / "first.safetensors", width=width)
+    second = lora(tmp_path / "second.safetensors", width=2 * width)
+    specs = []
+    for number, path in enumerate((first, second, first)):
+        spec, _ = parse_job({"id": f"job-{number}", "prompt": "a fox", "lora": [str(path)]}, line=number + 1)
+        assert spec is not None
+        specs.append(spec)
+    jobs, (problem,) = on_gpus(80)(specs)
+    assert [job.job_id for job in jobs] == ["job-0", "job-2"]
+    assert str(problem).startswith("line 2: lora: at least 40.9 GB of main memory needed for copies")
+    assert "30.0 GB available" in str(problem)
+
+
+def test_a_mapped_weight_that_changes_is_counted_twice_and_others_once(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a model of which nothing was looked at before."""
+    checkpoint, fits = resolve_checkpoint("shapes"), LoraFits()
+    fits.look([(checkpoint, "a", lora(tmp_path / "a.safetensors", width=width))])
+    memory = HostMemory(devices=Devices(CPU, 2), patches=Loras(fits))
+    need = memory.patches.of(checkpoint, {("a", None)})
+    for is_mapped, number in ((False, 1), (True, 2)):
+        monkeypatch.setattr(memory_module, "_is_mapped", lambda _, is_mapped=is_mapped: is_mapped)
+        assert memory.patch_bytes(checkpoint, need) == 2 * 4 * (number * width * width + 2 * 2 * width)
+        assert memory.patch_bytes(checkpoint, PatchNeed()) == 0
+
+
+def test_room_for_copies_is_what_arenas_leave_of_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HostMemory(devices=Devices(CPU, 2)).lacks(10**15, 0) is False
+    for available, room in ((50 * GB, 50 * GB), (None, math.inf)):
+        monkeypatch.setattr(memory_module, "available_bytes", lambda available=available: available)
+        assert HostMemory(devices=Devices(CPU, 2)).copies_room([]) == room
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 50 * GB)
+    over_host = GpuMemory(devices=Devices(CUDA, 2, over_host=True))
+    assert over_host.arenas_on_host == 2 * arena_bytes(HOST_PLAN)
+    assert over_host.copies_room([]) == 50 * GB - over_host.arenas_on_host
+    over_host.is_loaded = True
+    assert over_host.copies_room([]) == 50 * GB
 
 
 def test_simulations_with_memory_take_jobs_with_loras(large_lora: JobSpec) -> None:
