@@ -1,8 +1,8 @@
-"""Plant one-token faults in the modules that decide, and count those that the nearest test file notices.
+"""Plant one-token faults in the modules that decide, and count those that the nearest tests notice.
 
 The sample has equally many faults of each package, at random with a seed. A test that fails notices a fault,
 and so does a file of tests that takes three times its time, and 5 s. Each fault is planted in memory, in a
-fork of a process that has imported all but gfgen. Processes that are no forks of it do not have the fault.
+fork of a process that has not imported gfgen. Processes that are no forks of it do not have the fault.
 
 Not planted: faults in assertions (which are tests themselves), annotations and decorators.
 """
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import os
 import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,17 +24,17 @@ from importlib.machinery import SourceFileLoader
 from itertools import groupby
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 import click
+import hypothesis
+import numpy  # noqa: F401  (forks have what takes long to import)
 import pytest
+import torch  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {  # and how the paths of their tests begin
-    "job": "test_job_",
-    "policies": "policies/test_",
-    **{f"runtime/{name}": "runtime/test_" for name in ("control", "core", "files", "ipc", "predict")},
-}
+PACKAGES = {"job": "test_job_", "policies": "policies/test_"}  # and how the paths of their tests begin
+PACKAGES |= {f"runtime/{name}": "runtime/test_" for name in ("control", "core", "files", "ipc", "predict")}
 NEAREST = {  # the tests of their subject, for modules without tests of their name
     "policies/test_policies": "edf fcfs srtf",
     "policies/test_triage": "allotment speed",
@@ -51,24 +49,13 @@ NEAREST = {  # the tests of their subject, for modules without tests of their na
     "test_job_formats": "spec",
     "test_job_inputs": "reader",
 }
-SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.Gt: ast.GtE,
-    ast.Eq: ast.NotEq,
-    ast.Is: ast.IsNot,
-    ast.In: ast.NotIn,
-    ast.And: ast.Or,
-    ast.Add: ast.Sub,
-    ast.Mult: ast.Div,
-    ast.Break: ast.Continue,
-}
+SWAPPED: dict[Any, Any] = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot}
+SWAPPED |= {ast.In: ast.NotIn, ast.And: ast.Or, ast.Add: ast.Sub, ast.Mult: ast.Div, ast.Break: ast.Continue}
 SWAPPED |= {new: old for old, new in SWAPPED.items()}
 
 
-class Fault(NamedTuple):
-    path: str
-    number: int
-    """Of all faults that its module could have."""
+Fault = tuple[str, int]
+"""A module's path, and a number among all faults that it could have."""
 
 
 def faults(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
@@ -77,20 +64,20 @@ def faults(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
         case ast.Assert():
             return
         case ast.BoolOp() | ast.BinOp() | ast.AugAssign() if type(node.op) in SWAPPED:
-            yield node, lambda: setattr(node, "op", SWAPPED[type(node.op)]())
+            yield node, partial(setattr, node, "op", SWAPPED[type(node.op)]())
         case ast.Compare():
             for place, old in enumerate(node.ops):
                 yield node, partial(node.ops.__setitem__, place, SWAPPED[type(old)]())
         case ast.Constant(value=bool() as value):
-            yield node, lambda: setattr(node, "value", not value)
+            yield node, partial(setattr, node, "value", not value)
         case ast.Constant(value=int() | float() as value):
-            yield node, lambda: setattr(node, "value", value + 1)
+            yield node, partial(setattr, node, "value", value + 1)
         case ast.UnaryOp(op=ast.Not()):
-            yield node, lambda: setattr(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
+            yield node, partial(setattr, node, "operand", ast.UnaryOp(ast.Not(), node.operand))
         case ast.Return(value=ast.expr() as result) if ast.unparse(result) != "None":
-            yield node, lambda: setattr(node, "value", ast.Constant(None))
+            yield node, partial(setattr, node, "value", ast.Constant(None))
         case ast.Break() | ast.Continue():
-            yield node, lambda: setattr(node, "__class__", SWAPPED[type(node)])
+            yield node, partial(setattr, node, "__class__", SWAPPED[type(node)])
     for name, found in ast.iter_fields(node):
         for child in found if isinstance(found, list) else [found]:
             if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list"):
@@ -99,73 +86,65 @@ def faults(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
 
 def planted(fault: Fault) -> tuple[CodeType, str]:
     """The module's code with this fault, and where it is, in words."""
-    path = ROOT / fault.path
-    tree = ast.parse(source := path.read_text())
-    node, plant = list(faults(tree))[fault.number]
+    tree = ast.parse(source := (ROOT / fault[0]).read_text())
+    node, plant = list(faults(tree))[fault[1]]
     line, before = getattr(node, "lineno", 0), ast.unparse(node)
     plant()
     words = f"{line}: {before} -> {ast.unparse(node)}  in: {source.splitlines()[line - 1].strip()}"
-    return compile(ast.fix_missing_locations(tree), path, "exec"), " ".join(words.split())
+    return compile(ast.fix_missing_locations(tree), ROOT / fault[0], "exec"), " ".join(words.split())
 
 
 def sampled(package: str, *, number: int, seed: int) -> list[Fault]:
-    modules = sorted((ROOT / "gfgen" / package).glob("*.py"))
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in modules}
-    every = [Fault(path, at) for path, tree in trees.items() for at, _ in enumerate(faults(tree))]
-    return sorted(random.Random(f"{seed} {package}").sample(every, min(len(every), number)))
+    every: list[Fault] = []
+    for path in sorted((ROOT / "gfgen" / package).glob("*.py")):
+        number_of_all = sum(1 for _ in faults(ast.parse(path.read_text())))
+        every += [(str(path.relative_to(ROOT)), each) for each in range(number_of_all)]
+    return random.Random(f"{seed} {package}").sample(every, min(len(every), number))
 
 
-def nearest(path: str) -> str:
-    """The tests of a module: the file of its name, perhaps in the plural, or else of its subject."""
-    package, name = str(Path(path).parent.relative_to("gfgen")), Path(path).stem
-    named = [f"{PACKAGES[package]}{name}", f"{PACKAGES[package]}{name}s"]
-    named += [tests for tests, names in NEAREST.items() if name in names.split()]
+def nearest(fault: Fault) -> str:
+    """The tests of its module: the file of its name, perhaps in the plural, or else of its subject."""
+    path = Path(fault[0])
+    named = [PACKAGES[str(path.parent.relative_to("gfgen"))] + path.stem + end for end in ("", "s")]
+    named += [tests for tests, names in NEAREST.items() if path.stem in names.split()]
     return next(f"tests/{each}.py" for each in named if (ROOT / f"tests/{each}.py").is_file())
 
 
 def run_tests(tests: str, fault: Fault | None, scratch: str, limit_s: int) -> None:
-    """In a fork: pytest's result is the exit code, and what was imported is in a file."""
+    """In a fork: pytest's result is the exit code."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))  # a loop without an end may fill memory
     for stream in (1, 2):
         os.dup2(os.open(f"{scratch}/output", os.O_WRONLY | os.O_CREAT), stream)
     if fault is not None:
-        path, (code, _), read = str(ROOT / fault.path), planted(fault), SourceFileLoader.get_code
+        path, (code, _), read = str(ROOT / fault[0]), planted(fault), SourceFileLoader.get_code
 
-        def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        def changed(loader: Any, name: str) -> CodeType | None:
             return code if loader.path == path else read(loader, name)
 
-        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{scratch}/hypothesis"
-    options = ["-x", "-n", "0", "--hypothesis-seed=0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    result = pytest.main([*options, f"--basetemp={scratch}/t", tests])
-    files = {name: str(getattr(module, "__file__", "")) for name, module in sys.modules.items()}
-    installed = [name for name, file in files.items() if "site-packages" in file and "__" not in name]
-    Path(scratch, "imported").write_text(" ".join(installed))
-    os._exit(result)
+        SourceFileLoader.get_code = changed  # type: ignore[assignment, method-assign]
+    hypothesis.settings.register_profile("no hurry", deadline=None, database=None, derandomize=True)
+    hypothesis.settings.load_profile("no hurry")
+    options = ["-x", "-n", "0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    os._exit(pytest.main([*options, f"--basetemp={scratch}/t", tests]))
 
 
-def verdict(tests: str, fault: Fault | None, *, limit_s: int) -> str:
+def verdict(tests: str, fault: Fault | None, *, limit_s: int = 300) -> str:
     """`survived`, `killed` or `time-out`."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         if (child := os.fork()) == 0:
             run_tests(tests, fault, scratch, limit_s)
-        until_s, ended, status = time.monotonic() + 10 * limit_s, 0, signal.SIGKILL.value
+        until_s, ended, status = time.monotonic() + 10 * limit_s, 0, 0
         while not ended and time.monotonic() < until_s:
             time.sleep(0.02)
             ended, status = os.waitpid(child, os.WNOHANG)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         if not ended:
-            os.waitpid(child, 0)
-            return "time-out"
-        if fault is None:
-            if status:
-                raise click.ClickException(Path(scratch, "output").read_text())
-            for name in Path(scratch, "imported").read_text().split():
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(name)
+            _, status = os.waitpid(child, 0)
+        if fault is None and status:
+            raise click.ClickException(Path(scratch, "output").read_text())
     return "time-out" if os.WIFSIGNALED(status) else "killed" if os.WEXITSTATUS(status) else "survived"
 
 
@@ -178,22 +157,19 @@ def main(sample: int, seed: int, packages: tuple[str, ...], again: TextIO | None
     os.chdir(ROOT)
     found = [f for each in packages for f in sampled(each, number=sample // len(PACKAGES), seed=seed)]
     if again is not None:
-        words = [line.split()[1].split("#") for line in again if line.startswith("survived ")]
-        found = [Fault(path, int(number)) for path, number in words]
+        names = [line.split()[1].split("#") for line in again if line.startswith("survived ")]
+        found = [(path, int(number)) for path, number in names]
     counts = Counter[tuple[str, str]]()
-    for tests, group in groupby(
-        sorted(found, key=lambda each: (nearest(each.path), each)), lambda each: nearest(each.path)
-    ):
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        verdict(tests, None, limit_s=300)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        limit_s = 5 + int(3 * (after.ru_utime - usage.ru_utime))
+    for tests, group in groupby(sorted(found, key=lambda each: (nearest(each), each)), nearest):
+        before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        verdict(tests, None)
+        limit_s = 5 + int(3 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s))
         for fault in group:
             result = verdict(tests, fault, limit_s=limit_s)
-            counts[str(Path(fault.path).parent), result] += 1
-            click.echo(f"{result} {fault.path}#{fault.number} {planted(fault)[1]}")
+            counts[str(Path(fault[0]).parent), result] += 1
+            click.echo(f"{result} {fault[0]}#{fault[1]} {planted(fault)[1]}")
     click.echo("| package | faults | killed | time-out | survived |\n|---|---|---|---|---|")
-    for package in dict.fromkeys(package for package, _ in counts):
+    for package in sorted({package for package, _ in counts}):
         numbers = [counts[package, result] for result in ("killed", "time-out", "survived")]
         click.echo(f"| {' | '.join(map(str, [package, sum(numbers), *numbers]))} |")
 

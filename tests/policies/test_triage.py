@@ -14,7 +14,8 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.allotment import makespan
 from gfgen.policies.edf import edf
-from gfgen.policies.triage import ROOM, _most_in_time, _Room, triage
+from gfgen.policies.speed import rest_s
+from gfgen.policies.triage import ROOM, _most_in_time, _Queue, _Room, triage
 from gfgen.snapshot import Arrangement, RunningTask
 
 
@@ -269,6 +270,23 @@ def test_a_job_gives_up_steps_for_as_long_as_it_would_be_late():
     assert given_up == cases[2:]
 
 
+def test_a_job_that_may_save_too_little_gives_no_steps_up():
+    """Of its 4 s of work on ten ranks, 1 s can be saved; it would be late by 2 s."""
+    first = replace(view("first", remaining_s=40, deadline_s=2), saving_s=10.0)
+    waits_s = dict[str, float]()
+    kept, given_up, _ = _most_in_time(0.0, [(first, 4.0, 0.0)], waits_s, end_s=0.0)
+    assert (kept, [job.job_id for job, _, _ in given_up], waits_s) == ([], ["first"], {})
+
+
+def test_a_job_with_two_ranks_at_most_that_two_would_save_is_not_lost():
+    """On two ranks its 10 s take 5 s. Alone it would be late."""
+    job = view("a", remaining_s=10, deadline_s=6)
+    picture = replace(snapshot(job, max_degree=2), costs=WorkCosts(job))
+    assert placed(triage(picture, degree=1)) == {"a": (0, 1)}
+    queue = _Queue(picture, 1)
+    assert [least_s for _, _, least_s in queue._cases_of([job])] == [5.0]
+
+
 def test_jobs_that_are_late_in_any_case_leave_the_others_their_time():
     jobs = [view(f"job-{n}", remaining_s=4, deadline_s=due_s) for n, due_s in enumerate((3, 4, 8, 9, 12))]
     cases = [(job, 4.0, 4.0) for job in jobs]
@@ -311,3 +329,16 @@ def test_the_next_job_is_the_first_that_fits_of_all_by_length(saved, others):
         place = places[right.job_id]
         rooms_s[:place] = [each_s - works_s[right.job_id] for each_s in rooms_s[:place]]
         rooms_s[place : place + 1] = [math.inf] * (place < len(rooms_s))
+
+
+@pytest.mark.parametrize(
+    ("degree", "num_given_up", "rest"), [(1, 0, 10.0), (2, 0, 5.0), (1, 3, 7.0), (2, 3, 3.5)]
+)
+def test_the_rest_of_a_job_is_shorter_on_more_ranks_and_with_fewer_steps(degree, num_given_up, rest):
+    class Costs(WorkCosts):
+        def remaining_s(self, task, layout, *, num_given_up=0):
+            return (self.work_s[task.job_id] - num_given_up) / layout.degree
+
+    job = view("a", remaining_s=10.0)
+    picture = replace(four_ranks(job), costs=Costs(job))
+    assert rest_s(picture, job, degree, num_given_up=num_given_up) == rest

@@ -258,3 +258,34 @@ def test_the_jobs_of_a_rank_that_dies_go_back_to_that_step_and_the_one_that_led_
 def test_records_of_jobs_do_not_call_shared_steps_a_batch() -> None:
     recorder = simulate([make_job(name) for name in "ab"], task_s=task_s, num_ranks=1, **STREAMED)
     assert {outcome.batch for outcome in recorder.outcomes} == {1}
+
+
+@pytest.mark.parametrize(("deadline_s", "is_late"), [(3.0, False), (3.5, True), (4.0, False)])
+def test_two_jobs_share_steps_unless_one_would_then_miss_a_deadline_that_it_meets(
+    deadline_s: float, is_late: bool
+) -> None:
+    """Its three steps take 3 s alone, and 3.6 s with another job; the decode takes 0.125 s."""
+    job, costs = make_job("a", steps=3, deadline_s=deadline_s), CostModel()
+    start = RunStart(num_ranks=1, reads_s={"fake": READ_S})
+    state = State([job], start, clock=Clock(virtual=True), costs=costs)
+    state.apply(events.RankReady(0.0, 0, 1, 0.0))
+    state.apply(events.JobArrived(0.0, "a"))
+    for number, step_s in ((1, 1.0), (2, 0.6)):
+        costs.observe(costs.class_of(job, batch=number), Stage.DENOISE, ALONE, step_s)
+        costs.observe(costs.class_of(job, batch=number), Stage.DECODE, ALONE, 0.125)
+    record = state.jobs.records["a"]
+    record.progress.next_index = 2
+    assert state.sharing._is_late(record, 2, now_s=0.0) is is_late
+    assert not state.sharing._is_late(record, 1, now_s=0.0)
+
+
+def test_jobs_of_a_batch_share_no_step_of_several_ranks() -> None:
+    jobs = [make_job(name, steps=2) for name in "ab"]
+    jobs = [replace(job, info=replace(job.info, family="wan")) for job in jobs]
+    state = State(jobs, RunStart(num_ranks=2, batch=2), clock=Clock(virtual=True), costs=CostModel())
+    record = state.jobs.records["a"]
+    for each in state.jobs.records.values():
+        each.progress.next_index = 2
+    task = jobs[0].trajectory.task(2)
+    assert state.sharing.peers(record, Decision(task, Layout((0, 1), ulysses=2))) == ()
+    assert list(state.sharing.peers(record, Decision(task, Layout.single(0)))) == [state.jobs.records["b"]]

@@ -22,7 +22,7 @@ from gfgen.snapshot import Decision
 class Cluster:
     """A state with ready ranks and arrived jobs, and short words to drive it."""
 
-    def __init__(self, *jobs, num_ranks=2, lookahead_s=0.0, max_degree=None):
+    def __init__(self, *jobs, num_ranks=2, lookahead_s=0.0, max_degree=None, batch=1):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
         costs = CostModel()
@@ -30,7 +30,7 @@ class Cluster:
             self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
-            RunStart(num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=max_degree),
+            RunStart(num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=max_degree, batch=batch),
             clock=self.clock,
             costs=costs,
         )
@@ -401,10 +401,17 @@ def test_a_job_whose_file_cannot_be_written_fails():
     cluster = Cluster(make_job("a", steps=1))
     for index in range(4):
         cluster.done(cluster.begin("a", index, 0))
-    cluster.state.apply(events.LoadFailed(1.0, ("fake",), "no such file"))
-    assert not cluster.state.finished, "its file is being written"
     (outcome,) = cluster.state.apply(events.OutputFailed(1.0, "a", "the disk is full"))
     assert (outcome.status, outcome.error) == ("failed", "the disk is full")
+
+
+def test_a_job_whose_file_is_being_written_needs_its_model_no_more():
+    cluster = Cluster(make_job("a", steps=1))
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    assert not cluster.state.apply(events.LoadFailed(1.0, ("fake",), "no such file"))
+    (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 10, 0.1))
+    assert outcome.status == "done"
 
 
 def test_a_choice_is_due_when_a_rank_is_ready_and_a_job_is_open():
@@ -427,17 +434,19 @@ def test_looks_ahead_know_what_has_ended_and_what_it_may_take():
     assert ahead.writers_free_s == (cluster.clock.turn_s,)
 
 
-def test_jobs_of_a_batch_run_on_one_rank_each():
+def test_policies_see_the_first_job_of_a_batch_at_its_steps_which_take_one_rank():
     jobs = [replace(job, info=replace(job.info, family="wan")) for job in map(make_job, "ab")]
-    for batch, most in ((1, 8), (2, 1)):
-        start = RunStart(num_ranks=2, batch=batch)
-        state = State(jobs, start, clock=Clock(virtual=True), costs=CostModel())
-        for rank in range(2):
-            state.apply(events.RankReady(0.0, rank, 1, 0.0))
-        for job in jobs:
-            state.apply(events.JobArrived(0.0, job.job_id))
-        views = state.snapshot().open
-        assert {name: view.max_sequence_degree for name, view in views.items()} == {"a": most, "b": most}
+    for batch, most, seen in ((1, 8, ["a", "b"]), (2, 1, ["a"])):
+        cluster = Cluster(*jobs, batch=batch)
+        for index in range(2):
+            views = cluster.state.snapshot().open
+            assert [view.max_sequence_degree for view in views.values()] == [most, most]
+            for job_id in "ab":
+                cluster.done(cluster.begin(job_id, index, 0))
+        assert list(cluster.state.snapshot().open) == seen
+        for step in cluster.state.begin(cluster.decision("a", 2, 0)):
+            cluster.done(step)
+        assert sorted(cluster.state.snapshot().open) == seen
 
 
 def test_steps_need_patches_and_so_do_texts_of_general_pipelines():
@@ -670,6 +679,7 @@ def test_ranks_write_into_each_others_memory_if_they_share_a_task_or_its_state_m
         cluster.done(cluster.begin("a", index, 0))
     step = cluster.begin("a", 2, 0, 1)
     assert step.communicates
+    assert replace(step, transfers=()).communicates
     cluster.done(step)
     assert cluster.begin("a", 3, 2).communicates
 
