@@ -2,9 +2,8 @@
 
 The sample has equally many faults of each package, at random with a seed. A test that fails notices a fault,
 and so does a file of tests that takes three times its time, and 5 s. Each fault is planted in memory, in a
-fork of a process that has not imported gfgen. Processes that are no forks of it do not have the fault.
-
-Not planted: faults in assertions (which are tests themselves), annotations and decorators.
+fork. Other processes that tests start do not have it. Not planted: faults in assertions (which are tests
+themselves), annotations and decorators.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import random
 import resource
 import signal
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,13 +22,12 @@ from importlib.machinery import SourceFileLoader
 from itertools import groupby
 from pathlib import Path
 from types import CodeType
-from typing import Any, TextIO
+from typing import Any
 
 import click
 import hypothesis
-import numpy  # noqa: F401  (forks have what takes long to import)
 import pytest
-import torch  # noqa: F401
+import torch  # noqa: F401  (forks have what takes long to import)
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"job": "test_job_", "policies": "policies/test_"}  # and how the paths of their tests begin
@@ -97,8 +94,8 @@ def planted(fault: Fault) -> tuple[CodeType, str]:
 def sampled(package: str, *, number: int, seed: int) -> list[Fault]:
     every: list[Fault] = []
     for path in sorted((ROOT / "gfgen" / package).glob("*.py")):
-        number_of_all = sum(1 for _ in faults(ast.parse(path.read_text())))
-        every += [(str(path.relative_to(ROOT)), each) for each in range(number_of_all)]
+        found = faults(ast.parse(path.read_text()))
+        every += [(str(path.relative_to(ROOT)), at) for at, _ in enumerate(found)]
     return random.Random(f"{seed} {package}").sample(every, min(len(every), number))
 
 
@@ -110,11 +107,8 @@ def nearest(fault: Fault) -> str:
     return next(f"tests/{each}.py" for each in named if (ROOT / f"tests/{each}.py").is_file())
 
 
-def run_tests(tests: str, fault: Fault | None, scratch: str, limit_s: int) -> None:
-    """In a fork: pytest's result is the exit code."""
-    os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
-    resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))  # a loop without an end may fill memory
+def run_tests(tests: str, fault: Fault | None, scratch: str) -> int:
+    """pytest's result, in a fork."""
     for stream in (1, 2):
         os.dup2(os.open(f"{scratch}/output", os.O_WRONLY | os.O_CREAT), stream)
     if fault is not None:
@@ -126,23 +120,25 @@ def run_tests(tests: str, fault: Fault | None, scratch: str, limit_s: int) -> No
         SourceFileLoader.get_code = changed  # type: ignore[assignment, method-assign]
     hypothesis.settings.register_profile("no hurry", deadline=None, database=None, derandomize=True)
     hypothesis.settings.load_profile("no hurry")
-    options = ["-x", "-n", "0", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    os._exit(pytest.main([*options, f"--basetemp={scratch}/t", tests]))
+    options = ["-x", "-n", "0", "-W", "ignore::pytest.PytestAssertRewriteWarning", f"--basetemp={scratch}/t"]
+    return pytest.main([*options, tests])
 
 
 def verdict(tests: str, fault: Fault | None, *, limit_s: int = 300) -> str:
     """`survived`, `killed` or `time-out`."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         if (child := os.fork()) == 0:
-            run_tests(tests, fault, scratch, limit_s)
-        until_s, ended, status = time.monotonic() + 10 * limit_s, 0, 0
-        while not ended and time.monotonic() < until_s:
-            time.sleep(0.02)
-            ended, status = os.waitpid(child, os.WNOHANG)
+            os.setsid()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
+            resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))  # a loop may fill memory
+            os._exit(run_tests(tests, fault, scratch))
+        signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+        signal.alarm(10 * limit_s)
+        _, status = os.waitpid(child, 0)
+        signal.alarm(0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        if not ended:
-            _, status = os.waitpid(child, 0)
         if fault is None and status:
             raise click.ClickException(Path(scratch, "output").read_text())
     return "time-out" if os.WIFSIGNALED(status) else "killed" if os.WEXITSTATUS(status) else "survived"
@@ -152,13 +148,9 @@ def verdict(tests: str, fault: Fault | None, *, limit_s: int = 300) -> str:
 @click.option("--sample", default=406, show_default=True, help="How many faults, of all packages.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--package", "packages", multiple=True, type=click.Choice([*PACKAGES]), default=[*PACKAGES])
-@click.option("--again", type=click.File(), help="Plant those that survived in this output.")
-def main(sample: int, seed: int, packages: tuple[str, ...], again: TextIO | None) -> None:
+def main(sample: int, seed: int, packages: tuple[str, ...]) -> None:
     os.chdir(ROOT)
     found = [f for each in packages for f in sampled(each, number=sample // len(PACKAGES), seed=seed)]
-    if again is not None:
-        names = [line.split()[1].split("#") for line in again if line.startswith("survived ")]
-        found = [(path, int(number)) for path, number in names]
     counts = Counter[tuple[str, str]]()
     for tests, group in groupby(sorted(found, key=lambda each: (nearest(each), each)), nearest):
         before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

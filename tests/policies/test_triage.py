@@ -342,3 +342,12 @@ def test_the_rest_of_a_job_is_shorter_on_more_ranks_and_with_fewer_steps(degree,
     job = view("a", remaining_s=10.0)
     picture = replace(four_ranks(job), costs=Costs(job))
     assert rest_s(picture, job, degree, num_given_up=num_given_up) == rest
+
+
+def test_no_more_ranks_are_held_for_a_running_job_than_it_lacks():
+    """It runs on rank 0 and wants two; two other jobs take the other two."""
+    first = view("first", remaining_s=10, deadline_s=7, ranks=(0,))
+    running = RunningTask(Task("first", 1, Stage.DENOISE, 0), Layout.single(0), 0.5)
+    jobs = [view(f"long-{n}", remaining_s=40, deadline_s=100) for n in range(2)]
+    held = four_ranks(*jobs, free=(1, 2, 3), busy=(first,), running=(running,))
+    assert sorted(placed(triage(held, degree=1)).values()) == [(2,), (3,)]

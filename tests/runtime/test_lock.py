@@ -188,3 +188,13 @@ def test_the_file_of_a_killed_run_of_another_user_does_not_matter(monkeypatch, t
     with hold_folder(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_gone_is_not_the_one_that_is_held(tmp_path):
+    path = tmp_path / "lock"
+    with path.open("w") as file:
+        assert lock._is_under(path, file.fileno())
+        path.unlink()
+        assert not lock._is_under(path, file.fileno())
+        path.touch()
+        assert not lock._is_under(path, file.fileno())

@@ -478,6 +478,15 @@ def test_models_are_not_changed_for_what_could_not_begin_before_closing_time():
     assert control.clock.now_s < 1.0, "nothing can be done until it closes"
 
 
+@pytest.mark.parametrize("later_s", [0.0, 1e-9])
+def test_models_are_not_changed_if_the_change_ends_exactly_at_closing_time(later_s: float):
+    """The seven tasks of the first job end at 0.875 s."""
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    control, recorder = controlled(jobs, step_s=0.125, closes_s=0.875 + LOAD_S["qwen"] + later_s)
+    control.run()
+    assert changes(recorder) == [("qwen",)] * (later_s > 0)
+
+
 def test_a_policy_that_decides_for_a_parked_job_is_told_so():
     control, _ = controlled([job_of("wan", "a"), job_of("qwen", "b")], num_ranks=1)
     parked = control._jobs[1]
