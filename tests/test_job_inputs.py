@@ -337,6 +337,8 @@ def test_what_is_not_utf8_is_named_with_its_line_and_place(tmp_path):
     assert str(read(tmp_path, "a.txt", b"\n\xfffox").problems[0]).startswith(
         "line 2: character 1 of the line"
     )
+    line, problem = inputs._not_utf8("\n\udcff") or (0, "")
+    assert (line, problem.startswith("character 1 of the line")) == (2, True)
     found = read(tmp_path, "a.csv", b"prompt\na fox \xff").problems[0]
     assert str(found).startswith("line 2: character 7 of the line (0xff) is not UTF-8")
 

@@ -493,12 +493,3 @@ def test_five_of_the_jobs_that_wait_are_named(number, named):
     control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match=f"{number} jobs wait: {named}$"):
         control.run()
-
-
-def test_a_choice_is_due_after_a_change_and_then_after_as_many_as_there_were():
-    control, _ = simulated_control([make_job("a")])
-    decider, due = control.decider, []
-    for _ in range(9):
-        decider.note_change()
-        due.append(decider.is_choice_due(10))
-    assert due == [True, True, False, True, False, False, False, True, False]

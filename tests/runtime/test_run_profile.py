@@ -372,3 +372,12 @@ def test_another_gpu_takes_as_much_longer_as_it_computes_less():
     assert scaling.of_another_gpu(known, "an unknown GPU").rows[0].seconds == pytest.approx(989 / 80)
     l4 = scaling.of_another_gpu(known, "NVIDIA L4")
     assert l4.rows[0].seconds == pytest.approx(989 / 121)
+
+
+def test_only_profiles_are_replaced(tmp_path):
+    profile_store.check_replaceable(tmp_path / "new.json")
+    save_profile(profile(row(1.0)), tmp_path / "p.json")
+    profile_store.check_replaceable(tmp_path / "p.json")
+    (tmp_path / "mine.json").write_text('{"a": 1}')
+    with pytest.raises(InputError, match=r"mine\.json"):
+        profile_store.check_replaceable(tmp_path / "mine.json")

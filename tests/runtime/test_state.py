@@ -9,7 +9,8 @@ from builders import make_job, with_limits
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.decider import check_types
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.control.decider import Decider, check_types
 from gfgen.runtime.control.ranks import lookahead_of
 from gfgen.runtime.control.state import MIN_FILES, State
 from gfgen.runtime.core import events
@@ -406,10 +407,11 @@ def test_a_job_whose_file_cannot_be_written_fails():
 
 
 def test_a_job_whose_file_is_being_written_needs_its_model_no_more():
-    cluster = Cluster(make_job("a", steps=1))
+    cluster = Cluster(make_job("a", steps=1), make_job("b"))
     for index in range(4):
         cluster.done(cluster.begin("a", index, 0))
-    assert not cluster.state.apply(events.LoadFailed(1.0, ("fake",), "no such file"))
+    (failed,) = cluster.state.apply(events.LoadFailed(1.0, ("fake",), "no such file"))
+    assert (failed.info.job_id, failed.status) == ("b", "failed")
     (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 10, 0.1))
     assert outcome.status == "done"
 
@@ -896,3 +898,18 @@ def test_other_failures_and_those_of_steps_are_tried_again():
     cluster.done(cluster.begin("a", 0, 1))
     cluster.done(cluster.begin("a", 1, 1))
     assert not cluster.failed(cluster.begin("a", 2, 1), REFUSED)
+
+
+def test_a_choice_is_due_after_a_change_and_then_after_as_many_as_there_were():
+    decider, due = Decider(load_policy("srtf"), clock=Clock(virtual=True), chooser=None), []
+    for _ in range(9):
+        decider.note_change()
+        due.append(decider.is_choice_due(10))
+    assert due == [True, True, False, True, False, False, False, True, False]
+
+
+def test_what_a_users_policy_returns_is_looked_at():
+    mine = NamedPolicy("mine", lambda snapshot: ["nonsense"])
+    decider = Decider(mine, clock=Clock(virtual=True), chooser=None)
+    (decision,) = decider.decide(Cluster(make_job("a"), num_ranks=1).state.snapshot())
+    assert (decision.task.job_id, decider.num_faults) == ("a", 1)
