@@ -165,7 +165,7 @@ def _own_row(session: Session, job: AdmittedJob, timed: AdmittedJob, row: Row, f
         for each in (job, timed):
             record = MeasuredRun()
             session.run([each], options=options, observers=[record])
-            if (number := session.stop_signal) is not None:
+            if (number := session.signal_number) is not None:
                 raise InterruptedRunError("stopped", signal_number=number)
             if record.errors:
                 return replace(row, picture=record.errors[0])

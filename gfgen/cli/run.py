@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -288,6 +288,8 @@ def run_jobs(
         backlog = Backlog([arriving_after(job, -job.spec.arrival_s) for job in (*retried, *wanted)])
         if not (again := backlog.take()):
             break
+        if session.signal_number is not None:  # it came as the last job ended
+            _stop(session.signal_number, replace(summary, num_unfinished=len(again) + len(backlog)), options)
         if retried:
             jobs = counted(len(retried), "job")
             logger.info("running %s again that failed (%d of %d)", jobs, number, options.retries)
@@ -374,15 +376,19 @@ def _run(
     if before is not None:
         summary = _joined(before, summary)
     if session.stop_signal is not None:
-        _end_hooks(summary, options, status="stopped")
-        if options.logs.log_json:
-            _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)
-        raise InterruptedRunError(
-            f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
-            "run the same command again to go on",
-            signal_number=session.stop_signal,
-        )
+        _stop(session.stop_signal, summary, options)
     return summary
+
+
+def _stop(signal_number: int, summary: Summary, options: RunOptions) -> NoReturn:
+    _end_hooks(summary, options, status="stopped")
+    if options.logs.log_json:
+        _tell_of_end(summary, options, stopped_by=signal.Signals(signal_number).name)
+    raise InterruptedRunError(
+        f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
+        "run the same command again to go on",
+        signal_number=signal_number,
+    )
 
 
 def _end_hooks(

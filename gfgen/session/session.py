@@ -127,6 +127,8 @@ class Session:
         self._models: Mapping[str, Path] = {}
         """Those of `load`, by name."""
         self._peaks = Counter[str]()  # as `Profile.peaks`
+        self.signal_number: int | None = None
+        """Of the signal that came in the last run."""
         self.stop_signal: int | None = None
         """The signal that stopped the last run, if jobs were left."""
 
@@ -275,7 +277,8 @@ class Session:
             for use in summary.memory.values():
                 self._peaks |= use.task_peaks
         state = control.state
-        self.stop_signal = state.closing.stop_signal if state.jobs.records or arrivals.backlog else None
+        self.signal_number = state.closing.stop_signal
+        self.stop_signal = self.signal_number if state.jobs.records or arrivals.backlog else None
         return summary
 
     def _control(

@@ -20,7 +20,7 @@ from gfgen.runtime.files.ownership import Claims
 class Session:
     """Fails the jobs that it is told to in each run."""
 
-    stop_signal = None
+    stop_signal = signal_number = None
 
     def __init__(self, *failing: set[str]) -> None:
         self.failing, self.runs = list(failing), list[list[str]]()
@@ -105,9 +105,12 @@ def test_what_a_filter_wants_runs_again_with_the_jobs_that_failed(tmp_path, monk
     assert session.runs == [["b"]], "an earlier run made it"
 
 
-def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeypatch):
+@pytest.mark.parametrize("comes", ["in the retry", "as the first run's last job ends"])
+def test_a_signal_during_a_retry_or_before_it_counts_the_jobs_of_all_rounds(tmp_path, monkeypatch, comes):
     session = Session({"a"}, {"a"})
     real = session.run
+    if comes != "in the retry":
+        session.signal_number = 2  # type: ignore[assignment]
 
     def run(jobs: Any, **given: Any) -> Summary:
         session.stop_signal = 2 if session.runs else None  # type: ignore[assignment]
@@ -127,6 +130,7 @@ def test_a_signal_during_a_retry_counts_the_jobs_of_all_rounds(tmp_path, monkeyp
             given,
             Claims(output_dir=given.output_dir, job_file="-"),
         )  # type: ignore[arg-type]
+    assert len(session.runs) == (2 if comes == "in the retry" else 1)
 
 
 def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypatch):

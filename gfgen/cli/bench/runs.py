@@ -172,7 +172,7 @@ class StartedWorkers:
             summary = self._session.run(
                 jobs, options=options, observers=[FailureProgress(), watch], profile=self._profile
             )
-        if (number := self._session.stop_signal) is not None:
+        if (number := self._session.signal_number) is not None:
             raise InterruptedRunError("stopped", signal_number=number)
         return watch.outcomes, summary
 
