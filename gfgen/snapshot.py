@@ -87,6 +87,11 @@ class JobView:
         object.__setattr__(self, "due_s", self.deadline_s - self.write_s)
 
     @property
+    def last_due_s(self) -> float:
+        """When its decode is due if its client accepts a late file: after half its time again, as a guess."""
+        return self.due_s + 0.5 * (self.deadline_s - self.arrival_s)
+
+    @property
     def step_degree(self) -> int:
         """The most ranks that one of its denoising steps can use."""
         return self.max_sequence_degree * (2 if self.uses_cfg else 1)
@@ -262,13 +267,13 @@ class Outlook:
     num_jobs: int
     num_late: int
     """Of those with a deadline."""
+    num_lost: int
+    """Of the late ones those that end after `last_due_s`."""
     mean_latency_s: float
     makespan_s: float
     """Until the last of the jobs that are here now."""
     spread: float = 0.0
     """How far these times may be off, as a share of them."""
-    late_spread: float = 0.0
-    """How far `num_late` may be off: its standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)

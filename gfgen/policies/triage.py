@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from gfgen.graph import Task
 from gfgen.layout import Layout
@@ -29,6 +29,8 @@ _ROUNDING_S = 1e-9
 
 NUM_FIRST = 16
 """Jobs at the head of the queue to consider: twice the maximum number of ranks."""
+NUM_LATE = 4 * NUM_FIRST
+"""Late jobs to consider, and in a lenient queue as many others."""
 MAX_KEPT = 4 * NUM_CONSIDERED
 """Jobs, ended ones included, whose cases are kept between decisions."""
 
@@ -41,29 +43,33 @@ _arrival = attrgetter("arrival_s")
 _remaining = attrgetter("remaining_s")
 
 
-def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
+def triage(snapshot: Snapshot, *, degree: GroupSize = 2, lenient: bool = False) -> list[Decision]:
     """Meets as many deadlines as possible; among the other jobs the shortest goes first.
 
     For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, and more if a deadline needs
     it or ranks would idle. Jobs without a deadline, and jobs that cannot meet theirs, go first if that makes
-    no other job late, and last otherwise. Jobs of a higher priority always go before the others.
+    no other job late, and last otherwise; but a late job first gets half its time again as a new deadline, as
+    far as no other job misses its own for that. `lenient=true` meets as many of these later deadlines as
+    possible, and the jobs' own as far as they allow. Jobs of a higher priority always go before the others.
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []
-    queue = _Queue(snapshot, shared_out(snapshot, degree=degree))
+    queue = _Queue(snapshot, shared_out(snapshot, degree=degree), lenient=lenient)
     return allot(snapshot, queue.jobs(), wanted=queue.wanted, chosen=queue.chosen)
 
 
 _Case = tuple[JobView, float, float]
 """A job; the rank time of its rest at the given degree, divided by the number of ranks; and the least
 duration of its rest: on as many ranks as it can use, with as many steps given up as it may."""
+_Due = tuple[float, _Case, bool]
+"""When a job is due, the job, and whether it may be given up."""
 
 
 class _Queue:
     """All jobs in the order in which they get ranks, higher priorities first, computed as far as needed."""
 
-    def __init__(self, snapshot: Snapshot, degree: int) -> None:
-        self._snapshot, self._degree = snapshot, degree
+    def __init__(self, snapshot: Snapshot, degree: int, *, lenient: bool) -> None:
+        self._snapshot, self._degree, self._is_lenient = snapshot, degree, lenient
         key = (triage, degree, len(snapshot.ranks), snapshot.max_degree)
         self._cases: dict[str, _Case] = snapshot.kept.setdefault(key, {})
         if len(self._cases) > MAX_KEPT:
@@ -71,23 +77,50 @@ class _Queue:
         self._lost = LostJobs(snapshot)
         self._waits_s: dict[str, float] = {}
         self._not_saved: set[str] = set()
+        self._later_s: dict[str, float] = {}
+        """New deadlines of jobs that are saved, but late."""
 
     def jobs(self) -> Iterator[JobView]:
         now_s = end_s = self._snapshot.now_s
         before_s = 0.0
         for hopeful, others in self._by_priority():
             due = self._cases_of(hopeful)
-            saved, given_up, end_s = _most_in_time(now_s, due, self._waits_s, end_s=end_s)
+            begin_s = end_s
+            saved, given_up, end_s = _most_in_time(now_s, due, self._waits_s, end_s=begin_s)
             rest = [*given_up, *self._cases_of(others)]
-            room = _Room(now_s, saved, rest, before_s=before_s)
+            self._with_late(begin_s, saved, rest)
+            if self._later_s:
+                end_s = begin_s + math.fsum([case[1] for case in saved])
+            left_s = [self._later_s.get(job.job_id, job.due_s) - now_s for job, _, _ in saved]
+            room = _Room(left_s, saved, rest, before_s)
             self._not_saved.update([job.job_id for job, _, _ in rest])
             yield from self._shortest_first(room, saved, rest)
             before_s += math.fsum([work_s for _, work_s, _ in (*saved, *rest)])
 
+    def _with_late(self, begin_s: float, saved: list[_Case], rest: list[_Case]) -> None:
+        """Move late jobs from `rest` to `saved` with a new deadline; if lenient, not behind all in time."""
+        now_s, num_optional = self._snapshot.now_s, NUM_LATE if self._is_lenient else 0
+        late = (case for case in rest if now_s + case[2] <= case[0].last_due_s < math.inf)
+        optional = list(itertools.islice(late, NUM_LATE))
+        if not optional:
+            return
+        optional += saved[:num_optional]
+        dues = [(case[0].last_due_s, case, True) for case in optional]
+        dues += [(case[0].due_s, case, False) for case in saved[num_optional:]]
+        dues.sort(key=itemgetter(0))
+        gone = _without_room(begin_s, dues)
+        dues = [due for due in dues if due[1][0].job_id not in gone]
+        if self._is_lenient:
+            _hasten(now_s, begin_s, dues)
+        known = {case[0].job_id: due_s for due_s, case, is_optional in dues if is_optional}
+        self._later_s |= known
+        rest[:] = [case for case in (*saved[:num_optional], *rest) if case[0].job_id not in known]
+        saved[:] = [case for _, case, _ in dues]
+
     def wanted(self, job: JobView) -> int:
         if job.job_id in self._not_saved:
             return self._degree
-        return _degree_in_time(self._snapshot, job, self._degree)
+        return _degree_in_time(self._snapshot, job, self._degree, self._later_s.get(job.job_id, job.due_s))
 
     def chosen(self, job: JobView, layout: Layout) -> Task:
         """What a job of the queue runs."""
@@ -219,10 +252,37 @@ def _most_in_time(
     return [case for case in by_deadline if case[0].job_id in kept], given_up, end_s
 
 
-def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
+def _without_room(begin_s: float, dues: list[_Due]) -> set[str]:
+    """Optional jobs that must go so that no job is late: those with the most work, as in `_most_in_time`."""
+    end_s, taken, gone = begin_s, list[tuple[float, str]](), set[str]()
+    for due_s, (job, work_s, _), is_optional in dues:
+        end_s += work_s
+        if is_optional:
+            heapq.heappush(taken, (-work_s, job.job_id))
+        while taken and end_s > due_s + _ROUNDING_S:
+            minus_work_s, job_id = heapq.heappop(taken)
+            end_s += minus_work_s
+            gone.add(job_id)
+    return gone
+
+
+def _hasten(now_s: float, begin_s: float, dues: list[_Due]) -> None:
+    """Move jobs forward to their own deadlines, as far as the others keep theirs with MARGIN."""
+    ends_s = itertools.accumulate([MARGIN * case[1] for _, case, _ in dues])
+    spare_s = [due_s - begin_s - end_s for (due_s, _, _), end_s in zip(dues, ends_s, strict=True)]
+    for place, (_, case, is_optional) in enumerate(dues[:NUM_LATE]):
+        own_s, work_s = case[0].due_s, MARGIN * case[1]
+        first = bisect_left(dues, own_s, 0, place, key=itemgetter(0))
+        end_s = work_s + (dues[first - 1][0] - spare_s[first - 1] if first else begin_s)
+        if max(end_s, now_s + case[2]) <= own_s and min(spare_s[first:place], default=math.inf) >= work_s:
+            spare_s[first : place + 1] = [own_s - end_s, *[x - work_s for x in spare_s[first:place]]]
+            dues[first : place + 1] = [(own_s, case, is_optional), *dues[first:place]]
+
+
+def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int, due_s: float) -> int:
     """The fewest ranks, at least `degree`, that are predicted to meet the deadline with MARGIN."""
     most = widest(snapshot, job)
-    while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.due_s:
+    while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > due_s:
         degree *= 2
     return min(degree, most)
 
@@ -230,13 +290,12 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 class _Room:
     """How much other work may go before each saved job if all took ROOM times as long as predicted."""
 
-    def __init__(self, now_s: float, saved: list[_Case], others: list[_Case], *, before_s: float) -> None:
+    def __init__(self, left_s: list[float], saved: list[_Case], others: list[_Case], before_s: float) -> None:
+        """left_s: until each of the saved jobs is due."""
         ends_s = itertools.accumulate([work_s for _, work_s, _ in saved], initial=before_s)
         next(ends_s)
         self._cases = [*saved, *others]
-        self._room_s = [
-            (job.due_s - now_s) / ROOM - end_s for (job, _, _), end_s in zip(saved, ends_s, strict=True)
-        ]
+        self._room_s = [each_s / ROOM - end_s for each_s, end_s in zip(left_s, ends_s, strict=True)]
         """By place; infinite for those that have been taken."""
         self.least_s = min(self._room_s, default=math.inf)
         """Room before all of them; a lower bound while jobs are `_taken`."""

@@ -64,6 +64,25 @@ def test_triage_runs_a_job_that_cannot_meet_its_deadline_after_all_others():
     assert "lost" not in placed(triage(four_ranks(*jobs, free=(0, 1, 2)), degree=1))
 
 
+def test_triage_runs_a_late_job_next_if_its_client_may_still_accept_it():
+    """`late` misses its deadline, and meets one that gives it half its time again; `lost` misses both."""
+    late, lost = view("late", remaining_s=40, deadline_s=9), view("lost", remaining_s=39, deadline_s=2)
+    due = [view(f"due-{n}", remaining_s=2, deadline_s=3) for n in range(3)]
+    for lenient in (False, True):
+        found = placed(triage(four_ranks(late, lost, *due), degree=1, lenient=lenient))
+        assert found.keys() == {"late", "due-0", "due-1", "due-2"}
+
+
+@pytest.mark.parametrize(("lenient", "is_first"), [(False, False), (True, True)])
+def test_lenient_triage_makes_a_job_late_where_that_keeps_another_from_being_lost(lenient, is_first):
+    """Of two jobs on one rank one is late, and would be lost after the other, which can wait."""
+    late = view("late", remaining_s=5, deadline_s=4)
+    due = view("due", remaining_s=4, deadline_s=8)
+    picture = replace(four_ranks(late, due, free=(0,)), max_degree=1)
+    picture = replace(picture, ranks=picture.ranks[:1], islands=((0,),))
+    assert ("late" in placed(triage(picture, degree=1, lenient=lenient))) is is_first
+
+
 @pytest.mark.parametrize("deadline_s", [0.5, math.inf])
 def test_triage_runs_a_job_first_that_is_short_and_makes_nobody_late(deadline_s):
     other = view("other", remaining_s=4, deadline_s=deadline_s)
@@ -283,7 +302,7 @@ def test_a_job_with_two_ranks_at_most_that_two_would_save_is_not_lost():
     job = view("a", remaining_s=10, deadline_s=6)
     picture = replace(snapshot(job, max_degree=2), costs=WorkCosts(job))
     assert placed(triage(picture, degree=1)) == {"a": (0, 1)}
-    queue = _Queue(picture, 1)
+    queue = _Queue(picture, 1, lenient=False)
     assert [least_s for _, _, least_s in queue._cases_of([job])] == [5.0]
 
 
@@ -318,7 +337,7 @@ def test_the_next_job_is_the_first_that_fits_of_all_by_length(saved, others):
     places = {job.job_id: place for place, (job, _, _) in enumerate([*saved, *others])}
     works_s = {job.job_id: work_s for job, work_s, _ in (*saved, *others)}
     left = sorted([job for job, _, _ in (*saved, *others)], key=lambda job: job.remaining_s)
-    room, gone = _Room(0.0, saved, others, before_s=0.0), set()
+    room, gone = _Room([job.due_s for job, _, _ in saved], saved, others, 0.0), set()
     while any(job.job_id.startswith("saved") for job in left):
         fitting = (x for x in left if works_s[x.job_id] <= min(rooms_s[: places[x.job_id]], default=math.inf))
         right, work_s = next(fitting), works_s[left[0].job_id]

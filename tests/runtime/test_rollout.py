@@ -40,6 +40,13 @@ def test_a_look_ahead_counts_the_jobs_that_would_be_late():
     assert with_foresight(traffic(*jobs)).foresee(srtf).num_late == 1
 
 
+def test_a_look_ahead_tells_late_jobs_from_lost_ones():
+    end_s = with_foresight(traffic(make_job("a"))).foresee(srtf).makespan_s
+    due = [traffic(make_job("a", deadline_s=share * end_s)) for share in (1.1, 0.9, 0.5)]
+    found = [with_foresight(each).foresee(srtf) for each in due]
+    assert [(each.num_late, each.num_lost) for each in found] == [(0, 0), (1, 0), (1, 1)]
+
+
 def test_more_ranks_for_a_job_end_it_sooner():
     ahead = with_foresight(traffic(make_job("a", steps=20), num_ranks=4))
     wide = ahead.foresee(functools.partial(srtf, degree=4))

@@ -193,27 +193,23 @@ class _Rollout:
         ]
         for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
-        num_jobs, num_late, late_variance, makespan_s, spreads = len(self.ends), 0, 0.0, 0.0, 0.0
+        num_jobs, num_late, num_lost, makespan_s, spreads = len(self.ends), 0, 0, 0.0, 0.0
         for job, end_s in self.ends:
-            ahead_s, spread = end_s - self._start.now_s, self._costs.spread(job.next_task, _ONE_RANK)
-            is_late, spreads = end_s > job.deadline_s, spreads + spread
-            num_late += is_late
-            if job.job_id.endswith(" again"):  # it may as well come at another time, or not at all
-                late_variance += is_late
-                continue
-            if abs(end_s - job.deadline_s) < spread * ahead_s:  # it may be late as well as in time
-                late_variance += 0.25
-            makespan_s = max(makespan_s, ahead_s)
+            spreads += self._costs.spread(job.next_task, _ONE_RANK)
+            num_late += end_s > job.deadline_s
+            num_lost += end_s > job.last_due_s + job.write_s
+            if not job.job_id.endswith(" again"):
+                makespan_s = max(makespan_s, end_s - self._start.now_s)
         num_present = max(1, num_jobs - self._num_expected)
         unseen_s = self._rank_s * num_unseen / num_present / max(1, len(self._start.ranks))
         chance = 1 / self._num_expected if self._num_expected else 0.0
         return Outlook(
             num_jobs,
             num_late,
+            num_lost,
             sum([end_s - job.arrival_s for job, end_s in self.ends]) / max(1, num_jobs),
             makespan_s + unseen_s,
             spread=math.hypot(spreads / max(1, num_jobs), math.sqrt(chance)),
-            late_spread=math.sqrt(late_variance),
         )
 
     def pass_turns(self, most: int | None = None) -> None:
