@@ -58,6 +58,12 @@ def no_settings_of_the_user(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where faulty workers count; set before the fork server starts, whose children inherit it."""
+    os.environ["GFGEN_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
+
+
 @pytest.fixture(autouse=True)
 def checked_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariants of every state hold after each event and each dispatch."""

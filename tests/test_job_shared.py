@@ -10,7 +10,7 @@ from builders import read_jobs
 
 from gfgen.errors import InputError, JobError
 from gfgen.job.reader import ParsedJobs
-from gfgen.job.shared import MAX_JOBS, closing_at, parse_overrides, variations
+from gfgen.job.shared import MAX_VARIATIONS, closing_at, parse_overrides, variations
 
 
 def read(tmp_path: Path, *lines: object, overrides: dict[str, object] | None = None) -> ParsedJobs:
@@ -108,7 +108,7 @@ def test_seeds_that_are_no_range_or_list_are_refused(seeds):
 
 
 def test_a_line_may_make_100_000_jobs():
-    assert len(lines_of(prompt="a", seeds="1..100000")) == MAX_JOBS
+    assert len(lines_of(prompt="a", seeds="1..100000")) == MAX_VARIATIONS
     with pytest.raises(JobError, match="this line makes 100,002 jobs; at most 100,000"):
         lines_of(prompt="{a|b}", vary=True, seeds="1..50001")
 

@@ -90,7 +90,7 @@ def test_a_problem_of_one_variation_withdraws_its_line(tmp_path):
 
 def test_reading_stops_within_a_line_with_many_problems(tmp_path):
     parsed = read(tmp_path, {"prompt": "a", "vary": {"steps": list(range(2_000, 5_000))}}, {"prompt": "b"})
-    assert parsed.specs == ()
+    assert not parsed.specs
     assert len(parsed.problems) == 1_001
     assert "line 2: this line and those below it were not read" in str(parsed.problems[-1])
 

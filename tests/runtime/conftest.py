@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,12 +13,6 @@ from gfgen.models.families.registry import PACKAGED, resolve_checkpoint
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
-
-
-@pytest.fixture(scope="session", autouse=True)
-def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where faulty workers count; set before the fork server starts, whose children inherit it."""
-    os.environ["GFGEN_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
