@@ -111,7 +111,8 @@ def admit_jobs(
     claims = claims_of(source, options)
     is_long = sum(path.stat().st_size for path in source.paths if path.is_file()) > LONG_BYTES
     looks_at_all = options.force or options.failed or options.keep_if is not None
-    if not looks_at_all and (is_long or (options.output_dir / INDEX_NAME).exists()):
+    can_repeat = "-" not in source.files and all(path.is_file() for path in source.paths)
+    if can_repeat and not looks_at_all and (is_long or (options.output_dir / INDEX_NAME).exists()):
         claims.index = ManifestIndex(options.output_dir, is_kept=True)
         context = f"{version('gfgen')} {options.model} {options.ranks.has_random_weights} "
         source = replace(source, index=claims.index, context=context)

@@ -89,7 +89,10 @@ class Filter(Afterwards):
         """Load the filter, and judge what earlier runs left to it. Raises: InputError; OutputError."""
         self._jobs, self._lines = {job.job_id: job for job in jobs}, LineFile(self._folder / MANIFEST_NAME)
         self._load()
-        for outcome in (claims.outcome(job) for job in jobs if job.job_id in claims.done_ids):
+        left = [job for job in jobs if job.job_id in claims.done_ids and job.job_id not in claims.published]
+        if num_stored := sum(job.job_id in claims.published for job in jobs):
+            logger.info("--keep-if: %s in shards or a store are not judged", counted(num_stored, "result"))
+        for outcome in map(claims.outcome, left):
             if outcome.error is None and "decision" not in outcome.entry.get("filter", {}):
                 self._todo.put(outcome)
 

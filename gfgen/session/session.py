@@ -344,8 +344,9 @@ class Session:
     def _first_arrivals(
         self, jobs: Sequence[AdmittedJob], options: SessionOptions, arrivals: Arrivals
     ) -> Mapping[tuple[str, str], float]:
-        """Empty if no job needs them: of a backlog, jobs with deadlines come first."""
+        """Empty if no job needs them."""
         has_deadlines = any(job.spec.deadline_s or job.spec.deadline_clock for job in jobs)
+        has_deadlines = has_deadlines or any(True for _ in arrivals.backlog.timed())
         if not options.keeps_records or not (has_deadlines or arrivals.intake):
             return {}
         return first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=options.forced_from)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -103,6 +104,16 @@ def test_jobs_that_arrive_later_or_were_begun_come_at_once_and_done_ones_never()
     backlog = Backlog(jobs, ahead=-module.STEP, without={"j001"}, first={"j020"})
     assert {"later", "j020"} <= set(ids(backlog.take()))
     assert "j001" not in list(backlog)
+
+
+def test_jobs_that_arrive_later_or_have_a_priority_do_not_hide_what_can_run(monkeypatch):
+    monkeypatch.setattr(module, "STEP", 0)
+    late = [make_job(f"late-{idx}", arrival_s=3600, priority=5) for idx in range(30)]
+    long = [make_job(f"long-{idx}", steps=9, priority=5) for idx in range(30)]
+    short = [make_job(f"short-{idx}", steps=2) for idx in range(30)]
+    found = Counter(job.job_id.partition("-")[0] for job in Backlog([*late, *long, *short], ahead=10).take())
+    assert found["long"] >= 10
+    assert found["short"] >= 10
 
 
 def test_a_cancelled_job_comes_into_sight_to_end():

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -468,3 +469,36 @@ def test_tars_are_equal_for_equal_jobs(tmp_path: Path) -> None:
         publish(str(tmp_path / name), tmp_path / name, shards_of(), ["a", "b"])
     one, two = (tmp_path / name / "shard-00000.tar" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_file_that_a_user_puts_under_an_old_name_stays(tmp_path: Path) -> None:
+    publish(str(tmp_path), tmp_path, shards_of(), ["a"])
+    (tmp_path / "a.png").write_bytes(b"my own")
+    publish(str(tmp_path), tmp_path, shards_of())
+    assert (tmp_path / "a.png").read_bytes() == b"my own"
+
+
+@pytest.mark.parametrize("content", [b"no tar", None])
+def test_shards_of_others_are_refused_and_stay(tmp_path: Path, content: bytes | None) -> None:
+    shard, sample = tmp_path / "shard-00000.tar", tmp_path / "000.json"
+    if content is None:
+        sample.write_text('{"caption": "a fox"}')
+        with tarfile.open(shard, "w") as archive:
+            archive.add(sample, "000.json")
+    else:
+        shard.write_bytes(content)
+    before = shard.read_bytes()
+    with pytest.raises(InputError, match="which gfgen did not make"):
+        publish(str(tmp_path), tmp_path, shards_of(), ["a"])
+    assert shard.read_bytes() == before
+    assert not [*tmp_path.glob("manifest-*")]
+
+
+def test_a_folder_may_be_named_otherwise_or_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    publish("out", Path("out"), shards_of(), ["a"])
+    Path("out").rename("moved")
+    assert publish(str(tmp_path / "moved"), tmp_path / "moved", shards_of(), ["a", "b"]).published.keys() == {
+        "a",
+        "b",
+    }

@@ -82,7 +82,8 @@ class Backlog(Observer):
                 arrival = known().get((job.job_id, info.spec_hash), now)
             due = due_at(spec, arrived_at=arrival)
             keys.extend((-spec.priority, math.inf if due is None else due, _work_of(job)))
-            places.setdefault(spec.model or "", array("L")).append(place)
+            if spec.arrival_s <= 0:  # others are among the first
+                places.setdefault(spec.model or "", array("L")).append(place)
         self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}
         """Of a journal."""
         self._orders = [_Order(iter(order)) for own in places.values() for order in _orders(own, keys)]
@@ -164,7 +165,10 @@ def _work_of(job: AdmittedJob) -> float:
 
 
 def _orders(places: array[int], keys: Sequence[float]) -> Iterator[array[int]]:
-    """By arrival, deadline, the least and the most work, if these differ; `keys` has three for a place."""
+    """By arrival, deadline, the least and the most work, if these differ; `keys` has three for a place.
+
+    The least work of any priority is what can still be done when there is little time or room.
+    """
 
     def sorted_by(*signs: int) -> array[int]:
         columns = [(abs(sign) - 1, 1 if sign > 0 else -1) for sign in signs]
@@ -174,5 +178,5 @@ def _orders(places: array[int], keys: Sequence[float]) -> Iterator[array[int]]:
         [(1,), (1, 2, 3)] if any(keys[3 * x + 1] < math.inf for x in places) else [(1,)]
     )
     if any(keys[3 * x + 2] != keys[3 * places[0] + 2] for x in places):
-        ways += [(1, 3), (1, -3)]
+        ways += [(1, 3), (1, -3), (3,)]
     return (sorted_by(*way) for way in ways)

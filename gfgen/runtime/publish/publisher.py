@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tarfile
 import threading
 import time
 import uuid
@@ -94,7 +95,7 @@ class Publisher(Observer):
         self._interrupting = interrupting
         self._store = Bucket(self.url) if "://" in self.url else Folder(self.url)
         self._read_record()  # again, with the folder's lock
-        asked = {"output": self.url, "shards": self._shards.kind}
+        asked = {"output": self.url if "://" in self.url else ".", "shards": self._shards.kind}
         if self._header and asked.items() - self._header.items():
             raise InputError(
                 f"{self.state} is the folder of a run with -o {self._header['output']} and --shards "
@@ -312,8 +313,12 @@ class Publisher(Observer):
         """Learn which jobs a batch of another run has, and write its part if that run could not."""
         path = self._folder / f"of-another-{name}"
         self._store.fetch(name, path)
-        lines = list(lines_of(path))
+        lines = list[ManifestLine]()
+        with suppress(tarfile.TarError, ValueError, KeyError, AttributeError):  # of others
+            lines = list(lines_of(path))
         path.unlink()
+        if not lines or any(not line.keys() >= {"id", "spec_hash"} for line in lines):
+            raise InputError(f"{self.url} has {name}, which gfgen did not make: name another --output")
         if name.startswith(SHARD):
             part = self._names(number)[-1]
             self._write_lines(part, lines)
@@ -341,7 +346,8 @@ class Publisher(Observer):
 
     def _remove(self, line: ManifestLine) -> None:
         for each in of_each_file(line):
-            (self.state / each["file"]).unlink(missing_ok=True)
+            if is_unchanged(path := self.state / each["file"], _content(each)):
+                path.unlink(missing_ok=True)
 
     def _record(self, entry: dict[str, Any]) -> None:
         self._lines.append(json.dumps(entry).encode() + b"\n")
