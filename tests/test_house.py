@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 67_648,
+    "lines of the package": 67_654,
     "files of the package": 306,
-    "lines of the core": 5_813,
+    "lines of the core": 5_815,
     "files of the core": 27,
     "modules of one folder": 13,
     "methods of one class": 25,

@@ -50,7 +50,7 @@ Entry = tuple[int, Mapping[str, object] | Problem | str]
 
 
 def is_url(file: str) -> bool:
-    """Whether fsspec reads a job file."""
+    """Whether it names a job file that fsspec reads, or a store."""
     return "://" in file
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import tempfile
@@ -345,8 +346,10 @@ class Session:
         self, jobs: Sequence[AdmittedJob], options: SessionOptions, arrivals: Arrivals
     ) -> Mapping[tuple[str, str], float]:
         """Empty if no job needs them."""
-        has_deadlines = any(job.spec.deadline_s or job.spec.deadline_clock for job in jobs)
-        has_deadlines = has_deadlines or any(True for _ in arrivals.backlog.timed())
+        has_deadlines = any(
+            job.spec.deadline_s or job.spec.deadline_clock
+            for job in itertools.chain(jobs, arrivals.backlog.timed())
+        )
         if not options.keeps_records or not (has_deadlines or arrivals.intake):
             return {}
         return first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=options.forced_from)

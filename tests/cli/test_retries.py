@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,18 @@ class Session:
         return Summary(num_done=len(jobs) - num_failed, num_failed=num_failed, makespan_s=2.0)
 
 
+@pytest.fixture(autouse=True)
+def bare_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
+    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
+    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
+
+
+def run_abc(session: Any, given: Any, *, done_ids: Iterable[str] = (), **fields: Any) -> Summary:
+    claims = Claims(output_dir=given.output_dir, job_file="-", done_ids={*done_ids})
+    return run_jobs(session, [make_job(name, **fields) for name in "abc"], given, claims)
+
+
 def options(tmp_path: Any, retries: int) -> Any:
     return SimpleNamespace(
         retries=retries,
@@ -65,13 +78,9 @@ def options(tmp_path: Any, retries: int) -> Any:
 )
 def test_failed_jobs_run_again_until_none_fails(tmp_path, monkeypatch, retries, failing, runs, counts):
     session = Session(*failing)
-    jobs = [make_job(name, arrival_s=3.0) for name in "abc"]
-    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
-    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
-    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
     given = options(tmp_path, retries)
     given.ranks = SimpleNamespace(step_times=None)
-    summary = run_jobs(session, jobs, given, Claims(output_dir=given.output_dir, job_file="-"))  # type: ignore[arg-type]
+    summary = run_abc(session, given, arrival_s=3.0)
     assert session.runs == runs
     assert (summary.num_done, summary.num_failed) == counts
     assert summary.makespan_s == 2.0 * len(runs)
@@ -90,18 +99,14 @@ class KeepIf:
 def test_what_a_filter_wants_runs_again_with_the_jobs_that_failed(tmp_path, monkeypatch):
     session = Session({"a"}, {"b"}, {"b"})
     session.signals = SimpleNamespace(interrupting=contextlib.nullcontext)  # type: ignore[attr-defined]
-    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
-    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
-    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
     given = SimpleNamespace(**vars(options(tmp_path, 1)) | {"keep_if": KeepIf(["b"], ["b"], [])})
     given.ranks = SimpleNamespace(step_times=None)
-    jobs = [make_job(name, arrival_s=3.0) for name in "abc"]
-    summary = run_jobs(session, jobs, given, Claims(output_dir=given.output_dir, job_file="-"))  # type: ignore[arg-type]
+    summary = run_abc(session, given, arrival_s=3.0)
     assert session.runs == [["a", "b", "c"], ["a", "b"], ["b"]]
     assert (summary.num_done, summary.num_failed) == (3, 2)
     given.keep_if = KeepIf(["b"], [])
     session.runs, session.failing = [], [set()]
-    run_jobs(session, jobs, given, Claims(output_dir=tmp_path, job_file="-", done_ids={*"abc"}))  # type: ignore[arg-type]
+    run_abc(session, given, done_ids="abc", arrival_s=3.0)
     assert session.runs == [["b"]], "an earlier run made it"
 
 
@@ -117,19 +122,11 @@ def test_a_signal_during_a_retry_or_before_it_counts_the_jobs_of_all_rounds(tmp_
         return replace(real(jobs, **given), num_unfinished=len(session.runs) - 1)
 
     session.run = run  # type: ignore[method-assign]
-    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
-    monkeypatch.setattr("gfgen.cli.run.replace", lambda thing, **changes: _replaced(thing, changes))
-    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
     given = SimpleNamespace(**vars(options(tmp_path, 1)), ranks=SimpleNamespace(step_times=None))
     given.on_file = given.on_done = None
     given.logs = SimpleNamespace(log_json=False)
     with pytest.raises(InterruptedRunError, match="stopped; 2 jobs done, 1 left"):
-        run_jobs(
-            session,
-            [make_job(name) for name in "abc"],
-            given,
-            Claims(output_dir=given.output_dir, job_file="-"),
-        )  # type: ignore[arg-type]
+        run_abc(session, given)
     assert len(session.runs) == (2 if comes == "in the retry" else 1)
 
 
@@ -137,8 +134,6 @@ def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypa
     session = Session()
     session.run = lambda *_, **__: (_ for _ in ()).throw(OutputError("the disk is full"))  # type: ignore[method-assign]
     ended: list[tuple[str, int]] = []
-    monkeypatch.setattr("gfgen.cli.run._observers", lambda options: [])
-    monkeypatch.setattr("gfgen.cli.run.with_time", lambda jobs, *_, **__: (jobs, 0))
     monkeypatch.setattr(
         "gfgen.cli.run.run_done_hook",
         lambda command, summary, folder, *, status, limit_s: ended.append((status, summary.num_unfinished)),
@@ -146,12 +141,7 @@ def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypa
     given = SimpleNamespace(**vars(options(tmp_path, 0)), ranks=SimpleNamespace(step_times=None))
     given.on_file, given.on_done, given.hook_timeout_s = None, "true", 1.0
     with pytest.raises(OutputError):
-        run_jobs(
-            session,
-            [make_job(name) for name in "abc"],
-            given,
-            Claims(output_dir=given.output_dir, job_file="-"),
-        )  # type: ignore[arg-type]
+        run_abc(session, given)
     assert ended == [("failed", 3)]
 
 

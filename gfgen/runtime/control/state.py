@@ -111,6 +111,8 @@ class State:
         now_s = self.clock.turn_s
         ending = self.flights.ending(now_s)
         found = self._snapshot(now_s, self.ranks.free(ending), self.jobs.joining(ending))
+        if not self.backlog:
+            return found
         return replace(found, num_unseen=len(self.backlog), unseen_s=self.backlog.work_s(self._costs))
 
     def _snapshot(self, now_s: float, free: Set[int], joining_ids: Sequence[str]) -> Snapshot:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import GfgenError, InputError, LockedError, OutputError, in_one_line
+from gfgen.job.inputs import is_url
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import (
@@ -93,9 +94,9 @@ class Publisher(Observer):
     ) -> Iterator[None]:
         """Hold the store. Raises: LockedError; InputError when what is there does not go with the options."""
         self._interrupting = interrupting
-        self._store = Bucket(self.url) if "://" in self.url else Folder(self.url)
+        self._store = Bucket(self.url) if is_url(self.url) else Folder(self.url)
         self._read_record()  # again, with the folder's lock
-        asked = {"output": self.url if "://" in self.url else ".", "shards": self._shards.kind}
+        asked = {"output": self.url if is_url(self.url) else ".", "shards": self._shards.kind}
         if self._header and asked.items() - self._header.items():
             raise InputError(
                 f"{self.state} is the folder of a run with -o {self._header['output']} and --shards "
