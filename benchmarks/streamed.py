@@ -2,16 +2,17 @@
 
     python -m benchmarks.streamed qwen-image --size 1024x1024 --steps 20 --jobs 8 --memory 24GB -- --ranks 1
     python -m benchmarks.streamed wan2.2-ti2v-5b --size 832x480 --frames 49 --steps 20 --memory 16GB
+    python -m benchmarks.streamed flux --size 1024x1024 --steps 20 --jobs 4 --memory 16GB
     python -m benchmarks.streamed qwen-image --size 1024x1024 --steps 20 --jobs 8 --only diffusers
     python -m benchmarks.streamed --tiny
 
-Options after `--` are those of both runs, such as `--precision fp8`. Weights are random. Each run is a
-process of its own, and its time is that from the first task to the last file, by the trace. Files of both
-runs must have equal bytes; `--only` makes one of them, where a call may not take long. Memory is torch's peak
-and what it took from the GPU, by the trace, and the most that nvidia-smi shows for a process.
-`--only diffusers` makes the jobs one after another with diffusers' group offload: one block in a group, with
-a stream, from a pinned copy; the VAE stays on the GPU, nothing is compiled, and a first job of one step does
-not count. `--tiny` tries the script out on CPU ranks, which stream nothing.
+Options after `--` are those of both runs, such as `--precision fp8`. Weights are random; `flux` is
+Flux.1-dev. Each run is a process of its own, and its time is that from the first task to the last file, by
+the trace. Files of both runs must have equal bytes; `--only` makes one of them, where a call may not take
+long. Memory is torch's peak and what it took from the GPU, by the trace, and the most that nvidia-smi shows
+for a process. `--only diffusers` makes the jobs one after another with diffusers' group offload: one block in
+a group, with a stream, from a pinned copy; the VAE stays on the GPU, nothing is compiled, and a first job of
+one step does not count. `--tiny` tries the script out on CPU ranks, which stream nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,28 @@ from gfgen.runtime.core.devices import parse_memory
 STAGES = ("encode", "prepare", "denoise", "decode")
 PROMPTS = ("a red fox in the snow", "two boats at sunset", "a castle on a hill", "rain in a city at night")
 
+FLUX: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "attention_head_dim": 128, "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38,
+        "in_channels": 64, "out_channels": None, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
+        "axes_dims_rope": [16, 56, 56], "guidance_embeds": True,
+    },
+    "text_encoder": {
+        "hidden_size": 768, "intermediate_size": 3072, "projection_dim": 768, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "vocab_size": 49408, "max_position_embeddings": 77,
+    },
+    "text_encoder_2": {
+        "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24, "vocab_size": 32128,
+        "feed_forward_proj": "gated-gelu", "is_gated_act": True, "dense_act_fn": "gelu_new",
+    },
+    "vae": {
+        "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16,
+        "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "norm_num_groups": 32, "use_quant_conv": False, "use_post_quant_conv": False,
+    },
+}  # fmt: skip
+"""What Flux.1-dev has in the place of the small checkpoint's values."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,6 +70,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--memory", default="24GB")
     parser.add_argument("--negative-prompt", help="Gives models guidance that have it with this only.")
+    parser.add_argument("--image", help="The picture that videos begin with.")
     parser.add_argument("--vae-dtype", default="float32", help="Of diffusers; gfgen's stands after --.")
     parser.add_argument("--only", choices=("whole", "streamed", "diffusers"))
     parser.add_argument("--tiny", action="store_true")
@@ -59,6 +84,8 @@ def main() -> None:
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
+        if asked.model == "flux":
+            asked.model = str(flux(Path(folder) / "flux"))
         for name in [asked.only] if asked.only else limits:
             found = run(asked, [*options, *limits[name]], Path(folder) / name)
             gb = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in found["bytes"].items())
@@ -80,11 +107,28 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
     return words[:end], "--", words[end + 1 :]
 
 
+def flux(folder: Path) -> Path:
+    """Config files of Flux.1-dev at its full size, without weights."""
+    from small_checkpoints import save_checkpoint
+
+    save_checkpoint("FluxPipeline", folder)
+    for part, values in FLUX.items():
+        path = folder / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    for path in folder.glob("*/*.safetensors"):
+        path.unlink()
+    return folder
+
+
 def lines_of(asked: argparse.Namespace) -> str:
     lines = [
         {"id": f"job-{idx}", "prompt": PROMPTS[idx % len(PROMPTS)], "seed": idx, "model": asked.model}
         | {"size": asked.size, "frames": asked.frames, "steps": asked.steps}
-        | ({} if asked.negative_prompt is None else {"negative_prompt": asked.negative_prompt})
+        | {
+            name: value
+            for name in ("negative_prompt", "image")
+            if (value := getattr(asked, name)) is not None
+        }
         for idx in range(asked.jobs)
     ]
     return "".join(json.dumps(line) + "\n" for line in lines)
@@ -165,11 +209,14 @@ def by_diffusers(asked: argparse.Namespace) -> None:
 def _watch(ending: threading.Event, peaks: list[int]) -> None:
     """Note the most memory that nvidia-smi shows for a process, or for a GPU if it shows no processes."""
     asks = ("--query-compute-apps=used_memory", "--query-gpu=memory.used")
+    gpus = ["-i", visible] if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
     while not ending.wait(0.25):
         for ask in asks:
             try:
                 shown = subprocess.run(
-                    ["nvidia-smi", ask, "--format=csv,noheader,nounits"], capture_output=True, text=True
+                    ["nvidia-smi", *gpus, ask, "--format=csv,noheader,nounits"],
+                    capture_output=True,
+                    text=True,
                 )
             except OSError:
                 return
