@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, WanPipeline
+from diffusers import FluxPipeline, QwenImagePipeline, WanPipeline
+from small_checkpoints import save_checkpoint
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
@@ -97,6 +98,14 @@ def test_activations_stay_finite_in_models_as_deep_as_the_full_size_ones(
         latents = adapter.denoise(spec, prompt, condition, latents, step=step)
         assert latents.tensors["sample"].abs().max() < 30
     assert adapter.decode(spec, latents).tensors["frames"].float().std() > 1
+
+
+def test_a_pipeline_may_have_two_tokenizers(tmp_path: Path):
+    save_checkpoint("FluxPipeline", tmp_path / "flux")
+    made = random_pipeline(FluxPipeline, tmp_path / "flux", device="cpu", dtype=torch.float32)
+
+    assert made.tokenizer("fox").input_ids
+    assert made.tokenizer_2("fox").input_ids
 
 
 def test_short_names_stand_for_the_configs_that_come_with_gfgen():

@@ -192,7 +192,7 @@ def _made(
     library, class_name = files.index[name]
     if class_name is None:
         return None
-    if name == "tokenizer":
+    if name.startswith("tokenizer"):
         return _tokenizer(files.path / name, class_name)
     kind = getattr(importlib.import_module(library), class_name)
     if not has_weights(name):
