@@ -1,6 +1,7 @@
 """`gfgen bench paper`: cells are kept by place, figures are made of them, and the grid is checked."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from gfgen.bench.paper.figures import Grid, auto_by_point, grid_cells, grid_tabl
 from gfgen.bench.policy_comparison import PolicyRun
 from gfgen.cli.bench import paper as bench_paper
 from gfgen.cli.main import cli
-from gfgen.errors import InputError
+from gfgen.errors import InputError, InterruptedRunError
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
 
@@ -95,12 +96,48 @@ def test_a_page_says_what_was_run_what_was_not_and_goes_on(tmp_path: Path) -> No
     times = [path.stat().st_mtime_ns for path in cells]
     assert len(cells) == 2 * 6 + 1 + 7  # Figures 6, 11 and the night.
     page = (tmp_path / "paper.md").read_text()
-    for text in ("## Figure 6", "| auto |", "not run here: `gfgen bench gfc >", "| not run |"):
+    for text in ("## Figure 6", "| auto |", "Not run here: `gfgen bench gfc >", "| not run |"):
         assert text in page
     assert (tmp_path / "paper.html").read_text().count("<h2>") == len(names)
     assert set(json.loads((tmp_path / "paper.json").read_text())["tables"]) == set(names)
     assert paper(*words).exception is None
     assert [path.stat().st_mtime_ns for path in cells] == times
+
+
+def test_kept_runs_are_shown_and_compared_on_a_machine_without_ranks(tmp_path: Path) -> None:
+    words = ["--simulate", "--seeds", "2", "--jobs", "6", "--steps", "2", "--model", "qwen-image"]
+    words += ["-o", str(tmp_path), "--figure", "6", "--figure", "8", "--figure", "11"]
+    assert paper(*words).exception is None
+    page = (tmp_path / "paper.md").read_text()
+    assert page.count("run on") == page.count("not run on") == 1  # Figure 8.
+    (simulated_cells,) = (tmp_path / "cells").iterdir()
+    ran = simulated_cells.with_name(simulated_cells.name.removeprefix("simulated-"))
+    ran.mkdir()
+    for path in simulated_cells.glob("*-1-*.json"):  # seed 1
+        content = json.loads(path.read_text())
+        content["place"]["is_simulated"] = False
+        content["score"]["makespan_s"] *= 1.5
+        (ran / path.name).write_text(json.dumps(content))
+    assert paper(*words).exception is None
+    tables = json.loads((tmp_path / "paper.json").read_text())["tables"]
+    assert [len(tables[name]) for name in ("6", "6-run", "8", "11")] == [2, 2, 1, 2]
+    rows = {row[0]: row for table in tables["11"] for row in table["rows"]}
+    assert [row[3] for row in rows.values()] == ["+0.0"] * 7
+    assert rows["auto"][-2:] == ["+50.0%", "1"]
+    assert [row[1] != "-" for row in tables["8"][0]["rows"]] == [True, True, False]  # no diffusers
+
+
+def test_a_stopped_evaluation_has_a_page_of_what_it_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: PolicyRun
+) -> None:
+    def stopped(cells: list[Cell], *_: object, **__: object) -> Iterator[tuple[Cell, PolicyRun]]:
+        yield cells[0], run
+        raise InterruptedRunError("stopped", signal_number=2)
+
+    monkeypatch.setattr(bench_paper, "simulated", stopped)
+    found = paper("--simulate", "--seeds", "1", "--model", "qwen-image", "--figure", "6", "-o", str(tmp_path))
+    assert "stopped; 1 of 12 cells kept" in str(found.exception)
+    assert "| EDF | - |" in (tmp_path / "paper.md").read_text()
 
 
 def test_an_unknown_figure_or_model_is_one_line() -> None:

@@ -195,6 +195,10 @@ class Results:
         for cell, found in cells.items():
             self._by_seed.setdefault(replace(cell, seed=0), []).append(found)
 
+    def score(self, cell: Cell) -> Score | None:
+        found = self.cells.get(cell)
+        return None if found is None else found.score
+
     def values(self, like: Cell, value: Callable[[Score], float | None]) -> list[float]:
         """Over the seeds of a cell that are there and have a value."""
         scores = [found.score for found in self._by_seed.get(replace(like, seed=0), ())]

@@ -191,19 +191,21 @@ def _main(grid: Grid) -> tuple[Cell, ...]:
 
 
 def _scores(grid: Grid, cells: Results) -> Iterator[Table]:
-    head = (
-        "policy",
-        "jobs a minute",
-        "mean latency, s",
-        "P95, s",
-        "in time, %",
-        "bare deadline, %",
-        "failed",
-    )
     for model, workload in itertools.product(grid.models, WORKLOADS):
         likes = grid.cells([model], [workload], [grid.load], grid.policies.values(), seeds=1)
         rows = [_score_row(name, cells, like) for name, like in zip(grid.policies, likes, strict=True)]
-        yield Table(f"{model}, {workload}, load {grid.load:g}", head, rows)
+        yield Table(f"{model}, {workload}, load {grid.load:g}", _SCORES, rows)
+
+
+_SCORES = (
+    "policy",
+    "jobs a minute",
+    "mean latency, s",
+    "P95, s",
+    "in time, %",
+    "bare deadline, %",
+    "failed",
+)
 
 
 def _score_row(name: str, cells: Results, like: Cell) -> list[str]:
@@ -284,27 +286,68 @@ def _curves(grid: Grid, cells: Results) -> Iterator[Table]:
         yield Table(f"{model}, short", ("load", *names), rows, curves, "in time for the client, %")
 
 
+def _pinned(grid: Grid) -> dict[str, str]:
+    """All ranks for each job, in order of arrival: as gfgen and diffusers do it."""
+    most = grid.num_ranks
+    stock = f"diffusers,degree={most}" + (",uneven=true" if most > 1 else "")
+    return {"Legacy": "legacy", f"FCFS-SP{most}": f"fcfs,degree={most}", "diffusers": stock}
+
+
+def _fixed(grid: Grid) -> tuple[Cell, ...]:
+    names = _pinned(grid).values()
+    return grid.cells(grid.models[:1], ["foreground-burst"], [grid.load], names, seeds=1)
+
+
+def _overhead(grid: Grid, cells: Results) -> Iterator[Table]:
+    likes = _fixed(grid)
+    rows = [_score_row(name, cells, like) for name, like in zip(_pinned(grid), likes, strict=True)]
+    yield Table(f"{likes[0].model}, {likes[0].workload}, load {grid.load:g}", _SCORES, rows)
+
+
 def _replayed(grid: Grid) -> tuple[Cell, ...]:
-    names = [*grid.policies.values(), f"fcfs,degree={grid.num_ranks}"]
-    return grid.cells(grid.models[:1], ["foreground-burst"], [grid.load], names)
+    """The cells of figure 6, and a fixed layout under bursts."""
+    found = grid.cells(grid.models[:1], WORKLOADS, [grid.load], grid.policies.values())
+    fixed = f"fcfs,degree={grid.num_ranks}"
+    return *found, *grid.cells(grid.models[:1], ["foreground-burst"], [grid.load], [fixed])
 
 
 def fidelity(grid: Grid, simulated: Results, run: Results) -> Iterator[Table]:
-    """Attainment of the same trace, simulated and run."""
-    rows = []
-    for like in (cell for cell in _replayed(grid) if cell.seed == 1):
-        both = [each.values(like, _attainment) for each in (simulated, run)]
-        means = [100 * statistics.mean(each) if each else math.nan for each in both]
-        difference = means[1] - means[0]
-        rows.append([
-            like.policy,
-            words(both[0], "{:.1f}", 100),
-            words(both[1], "{:.1f}", 100) if both[1] else "not run",
-            NONE if math.isnan(difference) else f"{difference:+.1f}",
-        ])  # fmt: skip
-    like = _replayed(grid)[0]
-    head = ("policy", "simulated, %", "run, %", "difference, points")
-    yield Table(f"{like.model}, {like.workload}, load {like.load:g}", head, rows)
+    """Attainment and makespan of the same traces, simulated and run; means over the seeds that ran."""
+    cells = _replayed(grid)
+    for workload in WORKLOADS:
+        likes = [cell for cell in cells if cell.workload == workload and cell.seed == 1]
+        rows = []
+        for like in likes:
+            both = [
+                (first, second)
+                for cell in cells
+                if replace(cell, seed=1) == like
+                and (first := simulated.score(cell)) is not None
+                and (second := run.score(cell)) is not None
+            ]
+            met, taken_s = (
+                [
+                    statistics.mean(value(pair[which]) for pair in both) if both else math.nan
+                    for which in (0, 1)
+                ]
+                for value in (_attainment, lambda found: found.makespan_s)
+            )
+            known = words(simulated.values(like, _attainment), "{:.1f}", 100)
+            rows.append(
+                [
+                    like.policy,
+                    *(f"{100 * each:.1f}" for each in met),
+                    f"{100 * (met[1] - met[0]):+.1f}",
+                    *(f"{each:.1f}" for each in taken_s),
+                    f"{taken_s[1] / taken_s[0] - 1:+.1%}",
+                    str(len(both)),
+                ]
+                if both
+                else [like.policy, known, "not run", *[NONE] * 4, "0"]
+            )
+        head = ("policy", "simulated, %", "run, %", "difference, points", "makespan simulated, s", "run, s")
+        title = f"{likes[0].model}, {workload}, load {grid.load:g}"
+        yield Table(title, (*head, "difference", "seeds that ran"), rows)
 
 
 # The night ------------------------------------------------------------------------------------
@@ -404,7 +447,10 @@ FIGURES = {
     "6": Figure("Figure 6", "Policies on the main workloads; intervals over seeds", _main, _scores),
     "collapse": Figure("Collapse", "Large groups time out under load", _collapse, _completed),
     "7": Figure("Figure 7", "Arrivals of the main workloads", tables=_arrivals),
-    "8": Figure("Figure 8", "A fixed layout and a bare loop", elsewhere="python -m benchmarks.elasticity"),
+    "8": Figure(
+        "Figure 8", "A fixed layout beside diffusers, and beside a bare loop", _fixed, _overhead,
+        elsewhere="python -m benchmarks.elasticity --only 'fcfs*'",
+    ),
     "9": Figure("Figure 9", "Collectives beside NCCL's", elsewhere="gfgen bench gfc"),
     "10": Figure("Figure 10", "Deadlines met against load", _rates, _curves),
     "11": Figure("Figure 11", "The same trace, simulated and run", _replayed),

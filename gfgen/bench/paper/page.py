@@ -28,6 +28,8 @@ class Section:
     conditions: str
     """Where its cells ran, of which commits, and what is missing."""
     tables: Sequence[Table]
+    elsewhere: str | None = None
+    """What another command printed."""
 
 
 def write_page(folder: Path, head: str, sections: Sequence[Section]) -> list[str]:
@@ -77,6 +79,7 @@ def _markdown(head: str, sections: Sequence[Section]) -> Iterator[str]:
             )
             yield from (f"| {' | '.join(row)} |" for row in table.rows)
             yield ""
+        yield from (each.elsewhere, "") if each.elsewhere else ()
 
 
 def _page(head: str, sections: Sequence[Section], drawn: dict[str, bytes]) -> Iterator[str]:
@@ -93,6 +96,7 @@ def _page(head: str, sections: Sequence[Section], drawn: dict[str, bytes]) -> It
             yield _row(table.head, "th")
             yield from (_row(row, "td") for row in table.rows)
             yield "</table>"
+        yield f"<pre>{html.escape(each.elsewhere)}</pre>" if each.elsewhere else ""
     yield "</html>"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,14 @@ import click
 
 from gfgen import log
 from gfgen.bench import paper as figures_of_paper
-from gfgen.bench.paper.cells import Cell, CellStore, Found, Place, Results, found_of, simulated
+from gfgen.bench.paper.cells import Cell, CellStore, Place, Results, found_of, simulated
 from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, grid_cells
 from gfgen.bench.paper.page import Section, write_page
 from gfgen.bench.policy_comparison import PolicyRun, attempt
+from gfgen.bench.stock import is_stock
 from gfgen.bench.workloads import admitted, calibration_jobs, mix_of, weightless_model
 from gfgen.cli import options as opt
-from gfgen.cli.bench.runs import WARM_UP_STEPS, started_workers
+from gfgen.cli.bench.runs import WARM_UP_STEPS, run_outside, started_workers
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
@@ -104,22 +105,39 @@ def paper(given: Arguments) -> int:
         models, num_ranks, profile, given.seeds, given.num_jobs, given.minutes, given.steps, given.load
     )
     chosen = {*FIGURES} - {GRID} if not {*given.names} - {"all"} else {*given.names}
+    cells = {name: figure.cells(grid) for name, figure in FIGURES.items() if name in chosen}
     stores = {
         is_sim: CellStore(given.output, Place(profile.device, num_ranks, profile.hash, is_sim))
         for is_sim in (True, False)
     }
-    sections = []
-    for name in (name for name in FIGURES if name in chosen):
-        # The grid is for simulation alone, and figure 11 compares both.
-        kinds = {GRID: (True,), "11": (True, False)}.get(name, (not is_real,))
-        found = [_made(FIGURES[name].cells(grid), stores[is_sim], profile, given, ranks) for is_sim in kinds]
-        place = stores[name == GRID or not is_real].place
-        sections.append(_section(name, grid, place, found, folder=given.output))
+    stop: InterruptedRunError | None = None
+    try:
+        for is_sim, store in stores.items():
+            wanted = [cell for name in cells if is_sim in _kinds(name, is_real) for cell in cells[name]]
+            _make(wanted, store, profile, given, ranks)
+    except InterruptedRunError as error:
+        stop = error
+    sections = [each for name in cells for each in _sections(name, cells[name], grid, stores, given, is_real)]
     written = write_page(
         given.output, f"The evaluation of GF-DiT, {stores[not is_real].place.words}", sections
     )
     click.echo(f"{', '.join(written)} are in {given.output}/")
+    if stop is not None:
+        raise stop
     return 0
+
+
+def _kinds(name: str, is_real: bool) -> tuple[bool, ...]:
+    """Whether the figure is simulated, run, or both; without ranks its kept runs are shown."""
+    match name:
+        case "grid":
+            return (True,)
+        case "8":
+            return (False,)
+        case "11":
+            return (True, False)
+        case _:
+            return (False,) if is_real else (True, False)
 
 
 def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Profile:
@@ -137,18 +155,19 @@ def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Pr
     return found
 
 
-def _made(
+def _make(
     cells: Sequence[Cell], store: CellStore, profile: Profile, given: Arguments, ranks: Ranks | None
-) -> Mapping[Cell, Found]:
-    """The kept cells; if this machine can run the others, all cells, each of which is kept when it ends."""
+) -> None:
+    """Run the cells that are not kept, if this machine can; each is kept when it ends."""
     known, place = store.read(cells), store.place
     todo = [cell for cell in dict.fromkeys(cells) if cell not in known]
     if not todo or (ranks is None and not place.is_simulated):
-        return known
+        return
     if place.is_simulated or ranks is None:
         runs = simulated(todo, profile, num_ranks=place.num_ranks)
     else:
-        runs = _on_workers(sorted(todo, key=lambda cell: cell.model), profile, given.output, ranks)
+        todo.sort(key=lambda cell: (cell.model, is_stock(cell.policy), cell.seed, cell.workload))
+        runs = _on_workers(todo, profile, given.output, ranks)
     num_done = 0
     try:
         with (
@@ -156,7 +175,7 @@ def _made(
             click.progressbar(length=len(todo), label=place.words, file=sys.stderr) as bar,
         ):
             for cell, run in runs:
-                known[cell] = store.keep(cell, run)
+                store.keep(cell, run)
                 num_done += 1
                 bar.update(1)
     except (KeyboardInterrupt, InterruptedRunError) as stop:
@@ -165,41 +184,55 @@ def _made(
             f"stopped; {num_done} of {counted(len(todo), 'cell')} kept: run the same command again to go on",
             signal_number=number,
         ) from None
-    return known
 
 
 def _on_workers(
     cells: Sequence[Cell], profile: Profile, output: Path, ranks: Ranks
 ) -> Generator[tuple[Cell, PolicyRun], None, None]:
-    """Run the cells of each model on one pool of workers, after a short job of each class."""
+    """Run the cells of each model on one pool of workers, after a short job of each kind; then diffusers."""
     output.mkdir(parents=True, exist_ok=True)
-    for model, group in groupby(cells, key=lambda cell: cell.model):
-        todo = list(group)
-        with started_workers(model, ranks, output, profile, steps=todo[0].steps) as workers:
-            workers.warm_up(calibration_jobs(model, steps=todo[0].steps), steps=WARM_UP_STEPS)
-            for cell in todo:
-                specs = cell.jobs(profile, num_ranks=ranks.num_ranks)
-                yield cell, attempt(cell.policy, partial(workers.run, cell.policy, specs))
+    for model, of_model in groupby(cells, key=lambda cell: cell.model):
+        jobs = {cell: cell.jobs(profile, num_ranks=ranks.num_ranks) for cell in of_model}
+        own = [cell for cell in jobs if not is_stock(cell.policy)]
+        if own:
+            with started_workers(model, ranks, output, profile, steps=own[0].steps) as workers:
+                workers.warm_up([spec for cell in own for spec in jobs[cell]], steps=WARM_UP_STEPS)
+                for cell in own:
+                    yield cell, attempt(cell.policy, partial(workers.run, cell.policy, jobs[cell]))
+        for cell in (cell for cell in jobs if is_stock(cell.policy)):
+            yield cell, run_outside(cell.policy, jobs[cell], model, ranks, output)
 
 
-def _section(
-    name: str, grid: Grid, place: Place, found: Sequence[Mapping[Cell, Found]], *, folder: Path
-) -> Section:
-    """found: the cells; of figure 11 those that are simulated, then those that ran."""
-    figure, known = FIGURES[name], found[0 if place.is_simulated else -1]
+def _sections(
+    name: str,
+    cells: Sequence[Cell],
+    grid: Grid,
+    stores: Mapping[bool, CellStore],
+    given: Arguments,
+    is_real: bool,
+) -> Iterator[Section]:
+    """One for the simulated cells and one for those that ran; figure 11 has both in one."""
+    figure, kinds = FIGURES[name], _kinds(name, is_real)
+    found = {is_sim: stores[is_sim].read(cells) for is_sim in kinds}
+    kept, text = given.output / f"{name}.txt", None
     if figure.elsewhere is not None:
-        kept = folder / f"{name}.txt"
-        text = kept.read_text() if kept.exists() else f"not run here: `{figure.elsewhere} > {kept}`."
-        return Section(name, figure, text, ())
-    if len(found) == 2:
-        tables = tuple(fidelity(grid, *map(Results, found)))
-    else:
-        tables = tuple(figure.tables(grid, Results(known)))
-    commits = sorted({each.commit[:8] for each in known.values() if each.commit})
-    errors = {each.error: cell.policy for cell, each in known.items() if each.error}
-    words = [place.words, *([f"commit {', '.join(commits)}"] if commits else [])]
-    words += [f"{policy}: {error}" for error, policy in errors.items()]
-    return Section(name, figure, "; ".join(words) + ".", tables)
+        text = kept.read_text() if kept.exists() else f"Not run here: `{figure.elsewhere} > {kept}`."
+    for is_sim in kinds:
+        known = found[is_sim]
+        if name == "11":
+            tables = tuple(fidelity(grid, *map(Results, found.values())))
+        else:
+            tables = tuple(figure.tables(grid, Results(known)))
+        commits = sorted({each.commit[:8] for each in known.values() if each.commit})
+        errors = {each.error: cell.policy for cell, each in known.items() if each.error}
+        where = stores[is_sim].place.words
+        words = [where if known or not cells else f"not {where}"]
+        words += [f"commit {', '.join(commits)}"] if commits else []
+        words += [f"{policy}: {error}" for error, policy in errors.items()]
+        if is_sim is kinds[0]:
+            yield Section(name, figure, "; ".join(words) + ".", tables, text)
+        elif known and name != "11":
+            yield Section(f"{name}-run", figure, "; ".join(words) + ".", tables)
 
 
 def _check(given: Arguments) -> int:

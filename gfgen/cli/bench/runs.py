@@ -43,7 +43,8 @@ from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3
+"""Later steps launch nothing else."""
 VARIED = FIELDS["reuse"]
 """The field that `--policy` may set for all jobs."""
 
@@ -117,7 +118,6 @@ def on_workers(
     workload: Predicted | None,
 ) -> Iterator[PolicyRun]:
     """All policies on one pool, then stock diffusers; without a profile, classes are measured first."""
-    found = ranks.admission(model).models.find(model)
     policies = [text for text in texts if not is_stock(text)]
     specs: Sequence[JobSpec] = ()
     profile: Profile | None = None
@@ -131,6 +131,13 @@ def on_workers(
                 specs = make_workload(name, model, bench.measured_times(options), options)
             for text in policies:
                 yield attempt(text, partial(bench.run, text, specs))
+    for text in filter(is_stock, texts):
+        yield run_outside(text, specs, model, ranks, output)
+
+
+def run_outside(text: str, specs: Sequence[JobSpec], model: str, ranks: Ranks, output: Path) -> PolicyRun:
+    """The jobs on stock diffusers."""
+    found = ranks.admission(model).models.find(model)
     stock_ranks = StockRanks(
         found.checkpoint,
         ranks.num_ranks,
@@ -138,17 +145,12 @@ def on_workers(
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
     )
-    for text in filter(is_stock, texts):
-        yield _outside(text, admitted(specs, found), stock_ranks, output)
-
-
-def _outside(text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path) -> PolicyRun:
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
         try:
             outcomes, way = run_stock(
-                jobs,
+                admitted(specs, found),
                 stock_options(text),
-                ranks,
+                stock_ranks,
                 folder=Path(folder),
                 tell=lambda line: click.echo(line, err=True),
             )
@@ -177,14 +179,14 @@ class StartedWorkers:
         return watch.outcomes, summary
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
-        """Run a short job of each class on each rank, on each pair of ranks, and on all ranks together."""
-        examples = {spec.tag: spec for spec in specs}.values()
+        """Run a short job of each class and length of prompt on each rank, each pair of ranks, and all."""
+        examples = {(spec.tag, len(spec.prompt.split())): spec for spec in specs}.values()
         num_ranks = self._session.options.ranks.num_ranks
         for degree in sorted({1, min(2, num_ranks), num_ranks}):
             text, copies = f"legacy,degree={degree}", num_ranks // degree
             jobs = [
-                replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
-                for spec in examples
+                replace(spec, id=f"{number}-{copy}", steps=steps, arrival_s=0.0)
+                for number, spec in enumerate(examples)
                 for copy in range(copies)
             ]
             self.run(text, jobs)
