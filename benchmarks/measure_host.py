@@ -5,33 +5,34 @@ A process has an endpoint for each transport. Checks need no GPU: with `--rehear
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import measure_forward
-from benchmarks.measure_forward import ForwardKind, ForwardResult, ForwardShape
+from benchmarks.measure_forward import Branches, ForwardKind, ForwardShape, Groups, RunForward
+from benchmarks.timing import host_s
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.device_arena import HostArena
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
-from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.measure import graph_us
-from gfgen.gfc.cuda.selector import KernelChoice
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.parallel.parallel import parallel_from, rehearsal
+from gfgen.models.families.guidance import evaluate_branches
+from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.shared_attention import shared_attention
 
 Endpoints = dict[str, Any]
 """By transport: "peer" and "host"."""
 _ENDPOINTS: Endpoints = {}
 POISON = 0x5A
-COPIES, REPEATS = 4, 9
 
 
 def add_host(
@@ -134,14 +135,18 @@ def mixed_sequences(endpoint: Any, first: int, number: int, seed: int) -> int:
 
 
 @torch.no_grad()
-def attention_bits(_: object, first: int, tokens: int, heads: int) -> dict[str, float]:
-    """By degree: whether both transports give the same bits (0 or 1), and the error against one rank."""
+def attention_bits(_: object, first: int, tokens: int, heads: int, link: float = 0.0) -> dict[str, float]:
+    """By degree: whether both transports give the same bits (0 or 1), and the error against one rank.
+
+    link: the limit of the host transport in GB/s.
+    """
+    _limit("host", link)
     dtype = torch.bfloat16 if _device().type == "cuda" else torch.float32
     generator = torch.Generator(_device()).manual_seed(3)
     whole = [
         torch.randn((1, tokens, heads, 64), generator=generator, device=_device()).to(dtype) for _ in range(3)
     ]
-    wanted = _attend(whole[0], whole[1], whole[2], None)
+    wanted = attend(whole[0], whole[1], whole[2], None)
     found: dict[str, float] = {}
     for number, degree in enumerate(("torus", "ulysses", "ring")):
         results = []
@@ -151,7 +156,7 @@ def attention_bits(_: object, first: int, tokens: int, heads: int) -> dict[str, 
             q, k, v = (torch.split(x, list(sizes), 1)[group.slot] for x in whole)
             parallel = parallel_from(group)
             results.append(
-                shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=_attend)
+                shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=attend)
             )
         right = torch.split(wanted, list(sizes), 1)[group.slot]
         found[f"{degree} same bits"] = float(torch.equal(results[0], results[-1]))
@@ -159,74 +164,144 @@ def attention_bits(_: object, first: int, tokens: int, heads: int) -> dict[str, 
     return found
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-# Times: microseconds in CUDA graphs, medians -----------------------------------------------------------
+# Times: in CUDA graphs on GPUs, medians; link: the limit of the host transport in GB/s, 0 for none ------
+
+
+def _limit(transport: str, link: float) -> None:
+    _ENDPOINTS[transport].limit_link(link * 1e9)
+
+
+def _call_us(group: Any, call: Callable[[Any], object], *, copies: int, repeats: int) -> float:
+    if _device().type == "cuda":
+        return graph_us(group, call, copies, repeats)
+    times = []
+    for _ in range(repeats + 1):
+        group.barrier()
+        times.append(1e6 * host_s(lambda: call(group)))
+    return statistics.median(times[1:])
 
 
 @torch.no_grad()
-def exchange_us(
-    _: object, transport: str, dispatch: int, num_bytes: int, blocks: int = 0, slice_bytes: int = 0
-) -> float:
-    """Both ranks send this many bytes to each other at once. blocks, slice_bytes: of the host transport."""
-    endpoint = _ENDPOINTS[transport]
-    usual = endpoint.host_choice
-    if blocks:
-        endpoint.host_choice = KernelChoice("staged", blocks, slice_bytes)
-        endpoint.prepared.clear()
+def exchange_us(_: object, dispatch: int, transport: str, link: float, num_bytes: int) -> float:
+    """Both ranks send this many bytes to each other at once."""
+    _limit(transport, link)
     group = entered(transport, Layout((0, 1), torus=2), dispatch)
-    x = _random((num_bytes,), 1)  # items of two bytes, half of them for the other rank
-    time_us = graph_us(group, lambda group: group.all_to_all(x), COPIES, REPEATS)
-    group.finish()
-    endpoint.host_choice = usual
-    endpoint.prepared.clear()
+    x = _random((num_bytes // 2,), 1)
+    copies, repeats = (4, 7) if num_bytes < 1 << 25 else (1, 3)
+    time_us = _call_us(group, lambda group: group.all_gather(x), copies=copies, repeats=repeats)
+    _finish(group)
     return time_us
+
+
+def _finish(group: Any) -> None:
+    if _device().type == "cuda":
+        group.finish()
 
 
 @torch.no_grad()
 def attention_us(
-    endpoint: CudaEndpoint,
-    transport: str,
-    layout: Layout | None,
+    endpoint: Any,
     dispatch: int,
+    transport: str,
+    link: float,
+    layout: Layout | None,
     tokens: int,
     heads: int,
     dim: int,
-    num_chunks: int | None = None,
-    is_rehearsed: bool = False,
 ) -> float:
-    """A shared attention with its exchanges, in chunks of heads; without a layout on each rank alone.
-
-    is_rehearsed: nothing is exchanged, which leaves attention in parts and their merges.
-    """
+    """A shared attention with its exchanges; without a layout on each rank alone."""
+    _limit(transport, link)
     layout = layout or Layout((endpoint.rank,))
     group = entered(transport, layout, dispatch)
     sizes = shard_sizes(tokens, layout.degree)
     shape = (1, sizes[group.slot], heads, dim)
-    q, k, v = (torch.randn(shape, device=_device()).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(shape, device=_device()).to(_dtype()) for _ in range(3))
 
-    def run(group: CudaGroup) -> Tensor:
+    def run(group: Any) -> Tensor:
         if layout.degree == 1:
-            return _attend(q, k, v, None)
-        parallel = parallel_from(group, num_chunks=num_chunks)
-        parallel = rehearsal(parallel) if is_rehearsed else parallel
-        return shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=_attend)
+            return attend(q, k, v, None)
+        parallel = parallel_from(group)
+        return shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=attend)
 
-    time_us = graph_us(group, run, COPIES, REPEATS)
-    group.finish()
+    copies, repeats = repeats_of(tokens)
+    time_us = _call_us(group, run, copies=copies, repeats=repeats)
+    _finish(group)
     return time_us
 
 
-def forward(
-    endpoint: CudaEndpoint,
-    transport: str,
-    shape: ForwardShape,
-    kind: ForwardKind,
-    layout: Layout | None,
+def repeats_of(tokens: int) -> tuple[int, int]:
+    """Copies in a graph and measured runs of an attention, so that none takes long."""
+    return (4, 7) if tokens < 50_000 else (1, 4) if tokens < 150_000 else (1, 3)
+
+
+@torch.no_grad()
+def forward_ms(
+    endpoint: Any,
     dispatch: int,
-) -> ForwardResult:
-    layout = layout or Layout((endpoint.rank,))
-    return measure_forward.measure(_ENDPOINTS[transport], shape, kind, layout, dispatch, "")
+    transport: str,
+    links: Sequence[float],
+    layout: Layout | None,
+    shape: ForwardShape,
+    branches: Branches,
+) -> dict[str, Any]:
+    """By limit, the median of a forward; or its error. One graph serves all limits."""
+    layout, endpoint = layout or Layout((endpoint.rank,)), _ENDPOINTS[transport]
+    kind = ForwardKind(is_ours=True, in_graph=_device().type == "cuda", branches=branches)
+    try:
+        _limit(transport, 0)
+        prepare = measure_forward.prepare if kind.in_graph else _rehearsed
+        run, groups = prepare(endpoint, shape, kind, layout, dispatch)
+        for _ in range(2):
+            result = run(groups() if groups else None)
+        assert all(torch.isfinite(each).all() for each in result), "a forward whose result is not finite"
+        if kind.in_graph:
+            run = measure_forward.captured(run, groups() if groups else None)
+        found: dict[str, Any] = {}
+        for link in links:
+            _limit(transport, link)
+            times = [_timed_ms(run, groups) for _ in range(5)]
+            found[f"{link:g}"] = statistics.median(times[1:])
+        return found
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _timed_ms(run: RunForward, groups: Groups | None) -> float:
+    if _device().type == "cuda":
+        return measure_forward.timed_ms(run, groups)
+    group = groups() if groups else None
+    return 1e3 * host_s(lambda: run(group))
+
+
+def _rehearsed(
+    endpoint: Any, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int
+) -> tuple[RunForward, Groups | None]:
+    """In place of a forward, on CPU ranks: one shared attention for each branch."""
+
+    def run(group: Any) -> Sequence[Tensor]:
+        parallel = None if group is None else parallel_from(group)
+
+        def predict(embeds: Sequence[Tensor]) -> Tensor:
+            if parallel is None or parallel.sequence.size == 1:
+                q = torch.ones((len(embeds), 64, 4, 8))
+                return attend(q, q, q, None)
+            sizes = shard_sizes(64, parallel.sequence.size)
+            q = torch.ones((len(embeds), sizes[parallel.sequence.slot], 4, 8))
+            return shared_attention(q, q, q, None, parallel=parallel, token_sizes=sizes, attend=attend)
+
+        texts = [torch.ones(1, 2)] * (1 if kind.branches == "one" else 2)
+        return evaluate_branches(predict, texts, parallel, in_batch=False)
+
+    return run, measure_forward.groups_of(endpoint, layout, dispatch)
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if _device().type == "cuda" else torch.float32

@@ -6,6 +6,7 @@ A process sets it up once. Making a group from a descriptor involves no other ra
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,8 +37,10 @@ class Endpoint:
         fds: Mapping[int, int],
         incarnations: Mapping[int, int],
         timeout_s: float = 30.0,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         self.plan = plan
+        self._link_bytes_per_s = link_bytes_per_s
         self.rank = rank
         self.timeout_ns = nanoseconds(timeout_s)
         self.native: ctypes.CDLL = native.library()
@@ -80,6 +83,15 @@ class Endpoint:
         x = torch.empty(tuple(shape), dtype=dtype)
         self._transfer(self.native.gfc_recv, x, source, dispatch, label, timeout_s)
         return x
+
+    def limit_link(self, bytes_per_s: float) -> None:
+        """Let exchanges take as long as on a link of this rate, or longer; 0: no limit."""
+        self._link_bytes_per_s = bytes_per_s
+
+    def pace(self, began_s: float, num_bytes: float) -> None:
+        """Wait until the link would have moved so many bytes since `began_s`."""
+        if self._link_bytes_per_s:
+            time.sleep(max(0.0, began_s + num_bytes / self._link_bytes_per_s - time.monotonic()))
 
     def abort_through(self, dispatch: int) -> None:
         self._arenas[self.rank].abort_through(dispatch)
@@ -201,6 +213,7 @@ class CpuGroup(Exchanges):
     def _move(
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
     ) -> tuple[Tensor, ...]:
+        began_s, leaving = time.monotonic(), 0.0
         results = []
         content = b""
         for x in tensors:
@@ -214,9 +227,12 @@ class CpuGroup(Exchanges):
             result = torch.empty(part.result_shape, dtype=x.dtype)
             content += POINTERS.pack(x.data_ptr(), result.data_ptr()) + part.content
             results.append(result)
+            shares = self.size if resharding.split_dim >= 0 else 1
+            leaving += x.numel() * x.element_size() * (self.size - 1) / shares
         endpoint = self._endpoint
         status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, content, len(results))
         self._check(status)
+        endpoint.pace(began_s, leaving)
         return tuple(results)
 
     def _check(self, status: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import gfc_oracle as oracle
 import pytest
 import torch
@@ -218,3 +220,18 @@ def test_descriptor_is_small_and_its_members_match_the_native_ones() -> None:
     assert subgroup_slots(layout.degrees, "ulysses", 5) == (4, 5)
     assert subgroup_slots(layout.degrees, "ring", 5) == (5, 7)
     assert subgroup_slots(layout.degrees, "cfg_pair", 5) == (1, 5)
+
+
+def _over_a_slow_link(endpoint: Endpoint) -> tuple[Tensor, float]:
+    endpoint.limit_link(1e6)
+    group = endpoint.group(Descriptor(1, Layout((0, 1), ulysses=2), (1, 1)))
+    group.enter()
+    began_s = time.monotonic()
+    found = group.all_gather(torch.full((5000,), endpoint.rank, dtype=torch.uint8))
+    return found, time.monotonic() - began_s
+
+
+def test_over_a_limited_link_cpu_ranks_get_the_same_no_sooner_than_it_allows(make_ranks) -> None:
+    for found, took_s in make_ranks(2).run((0, 1), _over_a_slow_link):
+        assert equal(found, torch.tensor([0] * 5000 + [1] * 5000, dtype=torch.uint8))
+        assert took_s >= 5000 / 1e6

@@ -89,6 +89,24 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     return torch.randint(0, 250, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize("slice_bytes", [256, 1 << 16])
+def test_over_a_limited_link_the_same_bytes_arrive_no_sooner_than_it_allows(
+    library: Path, slice_bytes: int
+) -> None:
+    def program(endpoint: EmulatedEndpoint) -> tuple[bool, float]:
+        endpoint._context.link_mb_per_s = 1
+        group = entered(endpoint, 1, Layout((0, 1), torus=2))
+        given = [tensor((8192,), torch.int16, slot) for slot in (0, 1)]
+        began_s = time.monotonic()
+        found = group.all_to_all(given[group.slot])
+        took_s = time.monotonic() - began_s
+        return torch.equal(found, torch.cat([x.view(2, -1)[group.slot] for x in given])), took_s
+
+    for is_right, took_s in on_ranks(library, 2, program, slice_bytes=slice_bytes):
+        assert is_right
+        assert took_s >= 8192 / 1e6
+
+
 @pytest.mark.parametrize("slice_bytes", [16, 256, 1 << 16])
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_byte_arrives_whatever_the_sizes_and_strides(

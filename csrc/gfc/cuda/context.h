@@ -39,7 +39,7 @@ struct Peers {
 struct Context {
   Plan plan;
   int32_t rank;
-  int32_t unused;
+  uint32_t link_mb_per_s;         // exchanges over host memory are no faster than this; 0: no limit
   uint64_t base[kMaxRanks];       // arenas, as mapped here
   uint64_t aborted_through;       // address of the host's word
   uint64_t record;                // address of the host's copy of the last failure

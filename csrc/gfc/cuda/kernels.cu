@@ -475,6 +475,7 @@ struct Slices {
   Box boxes[kMaxRanks * kMaxMoves];
   uint64_t packed[kMaxRanks * kMaxMoves];  // where the message begins in the result's place
   uint32_t ends[kMaxRanks * kMaxMoves];    // slices of this item and those before it
+  uint64_t bytes[kMaxRanks * kMaxMoves];   // of this item and those before it
   int count;
 
   __device__ void build(const Exchange& exchange, const Peers& peers, bool is_outgoing) {
@@ -491,12 +492,16 @@ struct Slices {
         boxes[item] = box_of(move, size, source, target);
         packed[item] = packed_offset(move, source, target);
       }
-      const uint64_t bytes = exchange.num_moves == 0 ? 0 : bytes_of(boxes[item]);
-      ends[item] = max(1u, static_cast<uint32_t>((bytes + exchange.tile_bytes - 1) / exchange.tile_bytes));
+      bytes[item] = exchange.num_moves == 0 ? 0 : bytes_of(boxes[item]);
+      const uint64_t tiles = (bytes[item] + exchange.tile_bytes - 1) / exchange.tile_bytes;
+      ends[item] = max(1u, static_cast<uint32_t>(tiles));
     }
     __syncthreads();
     if (item == 0) {
-      for (int i = 1; i < count; ++i) ends[i] += ends[i - 1];
+      for (int i = 1; i < count; ++i) {
+        ends[i] += ends[i - 1];
+        bytes[i] += bytes[i - 1];
+      }
     }
     __syncthreads();
   }
@@ -507,6 +512,11 @@ struct Slices {
     return item;
   }
   __device__ uint32_t begin_of(int item) const { return item == 0 ? 0 : ends[item - 1]; }
+  // Of this slice and those before it.
+  __device__ uint64_t bytes_through(uint32_t slice, int item, uint32_t slice_bytes) const {
+    const uint64_t through = uint64_t{slice - begin_of(item) + 1} * slice_bytes;
+    return min(bytes[item], through + (item == 0 ? 0 : bytes[item - 1]));
+  }
   __device__ uint32_t total() const { return count == 0 ? 0 : ends[count - 1]; }
 };
 
@@ -540,7 +550,8 @@ __device__ inline bool take_slice(Context& context, const Present& present, int 
 //
 // The word of a slice lies in the inbox for messages with flags, where the next slice's is 8 bytes behind.
 // What gfc_flagged says of these words holds here: cleared when read, banks by the parity of the edge's
-// count, and nobody writes to a bank whose words have not been read. Pushers never wait.
+// count, and nobody writes to a bank whose words have not been read. Pushers never wait, but for a link
+// whose rate is limited: a slice is published when that link would have moved it and all before it.
 extern "C" __global__ void __launch_bounds__(512) gfc_staged(const __grid_constant__ Exchange exchange) {
   Context& context = *reinterpret_cast<Context*>(exchange.context);
   __shared__ Present present;
@@ -549,6 +560,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_staged(const __grid_consta
   __shared__ bool has_arrived;
   if (!start(context, exchange.kind, present)) return;
   const Peers& peers = present.peers;
+  const uint64_t began_ns = timer_ns();
   const int size = peers.size, num_moves = max(exchange.num_moves, 1);
   const bool is_pusher = blockIdx.x < exchange.num_slices;
   slices.build(exchange, peers, is_pusher);
@@ -580,7 +592,10 @@ extern "C" __global__ void __launch_bounds__(512) gfc_staged(const __grid_consta
       copy_box(from, to, box, exchange.unit_bytes, first + threadIdx.x, blockDim.x, first + units);
     }
     __syncthreads();
-    if (is_pusher && threadIdx.x == 0) store_release_sys(flagged_outbox(present, slot) + word, flag);
+    if (is_pusher && threadIdx.x == 0) {
+      pace(context, began_ns, slices.bytes_through(slice, item, exchange.tile_bytes));
+      store_release_sys(flagged_outbox(present, slot) + word, flag);
+    }
   }
   finish(context, present);
 }
@@ -635,6 +650,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant
   const uint32_t bank = static_cast<uint32_t>(count % kNumBanks);
   const uint32_t sequence = context.plan.first_sequence + static_cast<uint32_t>(count) + 1;
   if (is_broken(context, peer)) return;
+  const uint64_t began_ns = timer_ns();
   if ((chunk.steps & kAwait) != 0 && count >= kNumBanks) {
     const Word credit{context.edges.credit_tag[peer][bank], sequence - kNumBanks};
     if (!await_transfer(context, chunk, kCreditLine + bank, credit)) return;
@@ -649,6 +665,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant
   if ((chunk.steps & kPublish) == 0 || threadIdx.x != 0) return;
   if (add_acq_rel_gpu(&context.sent_blocks[peer], 1) + 1 != gridDim.x) return;
   context.sent_blocks[peer] = 0;
+  pace(context, began_ns, chunk.bytes);
   const uint32_t tag = transfer_tag(context, chunk, context.rank, peer, kPostPurpose);
   CudaMemory(context).publish(peer, kPostLine + bank, Word{tag, sequence});
   context.edges.credit_tag[peer][bank] = transfer_tag(context, chunk, context.rank, peer, kCreditPurpose);

@@ -40,6 +40,12 @@ __device__ inline uint64_t timer_ns() {
   return now;
 }
 
+// Waits until a link of the context's rate has moved so many bytes since `began_ns`.
+__device__ inline void pace(const Context& context, uint64_t began_ns, uint64_t bytes) {
+  if (context.link_mb_per_s == 0) return;
+  while (timer_ns() < began_ns + bytes * 1000 / context.link_mb_per_s) __nanosleep(200);
+}
+
 // How many polls lie between two looks at the clock and at the host's abort word, which is a read
 // over PCIe: 157 ns a poll on an H200, so a stop is noticed within about 0.3 ms.
 constexpr uint32_t kPollsPerLook = 2048;

@@ -67,6 +67,7 @@ class CudaEndpoint:
         control_fd: int,
         timeout_s: float = 30.0,
         tables: Mapping[str, str] | None = None,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         plan, device = own.plan, own.device
         self.plan, self.rank, self.device = plan, rank, device
@@ -91,6 +92,7 @@ class CudaEndpoint:
         self.host_choice = KernelChoice("staged", HOST_BLOCKS, HOST_SLICE_BYTES)
         if not own.is_on_host:
             self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
+        self.limit_link(link_bytes_per_s)
         self.context_bytes_1d = as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
@@ -196,6 +198,15 @@ class CudaEndpoint:
 
     def last_failure(self) -> Failure | None:
         return self.control.arena.last_failure()
+
+    def limit_link(self, bytes_per_s: float) -> None:
+        """Over host memory, lets exchanges and chunks take as long as on such a link; 0: no limit.
+
+        Each slice is published no sooner than a link of this rate would have moved it since the exchange
+        began. Captured graphs follow. The device's clock makes an exchange up to 1 us longer.
+        """
+        mb_per_s = int(bytes_per_s / 1e6) if self.is_over_host else 0
+        self.driver.write(self.context + Context.link_mb_per_s.offset, mb_per_s.to_bytes(4, "little"))
 
     def abort_through(self, dispatch: int) -> None:
         self.control.arena.abort_through(dispatch)

@@ -54,7 +54,7 @@ class Context(Structure):
     _fields_ = [
         ("plan", PlanStruct),
         ("rank", c_int32),
-        ("unused", c_int32),
+        ("link_mb_per_s", c_uint32),
         ("base", c_uint64 * MAX_RANKS),
         ("aborted_through", c_uint64),
         ("record", c_uint64),

@@ -48,6 +48,7 @@ inline uint64_t emulated_now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000ull + static_cast<uint64_t>(now.tv_nsec);
 }
+inline void __nanosleep(unsigned) {}
 using std::max;
 using std::min;
 
