@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,6 +74,10 @@ class PatchNeed:
     """Parameters by weight that they change."""
     factors: Mapping[str, int] = field(default_factory=dict)
     """Their own parameters, by hash."""
+    copied: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of streamed blocks that each rank has copies of (`Placement.copied`)."""
+    largest_copied: int = 0
+    """Parameters of the largest weight that they change there."""
 
     @property
     def num_changed(self) -> int:
@@ -86,7 +90,8 @@ class PatchNeed:
 
     def copies_bytes(self, num_ranks: int) -> int:
         """Copies in main memory for all ranks on GPUs."""
-        return GPU_BYTES * self.num_changed * num_ranks if self.is_on_host else 0
+        base_bytes = GPU_BYTES * self.num_changed if self.is_on_host else 0
+        return (base_bytes + sum(self.copied.values())) * num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +102,25 @@ class Loras:
     by_model: dict[Path, PatchNeed] = field(default_factory=dict)
     served: dict[str, ServedLora] = field(default_factory=dict)
     placements: dict[Path, Placement] = field(default_factory=dict)
-    """Of models on GPUs. Streamed weights need no copies, since their changes are made after each read."""
+    """Of models on GPUs. Streamed weights need no copies, since their changes are made after each read, but
+    those in 8 bits, of which each rank copies whole blocks."""
 
     def of(self, checkpoint: Path, loras: Set[_Lora] = frozenset()) -> PatchNeed:
         """What a model's LoRAs and these need together."""
         need = self.by_model.get(checkpoint, PatchNeed())
         if loras <= need.loras:
             return need
-        changed, factors = dict(need.changed), dict(need.factors)
-        placement = self.placements.get(checkpoint, WHOLE)
+        changed, factors, copied = dict(need.changed), dict(need.factors), dict(need.copied)
+        placement, largest = self.placements.get(checkpoint, WHOLE), need.largest_copied
         for sha256, target in loras:
             fit = self.fits.of(checkpoint, sha256)
-            weights = fit.changed_in(target)
-            changed.update({name: weights[name] for name in weights if not placement.streams(name)})
+            for name, size in fit.changed_in(target).items():
+                if (block := placement.copies(name)) is not None:
+                    copied[block], largest = placement.copied[block], max(largest, size)
+                elif not placement.streams(name):
+                    changed[name] = size
             factors[sha256] = fit.num_factors
-        return PatchNeed(need.is_on_host, need.loras | loras, changed, factors)
+        return PatchNeed(need.is_on_host, need.loras | loras, changed, factors, copied, largest)
 
     def named(self, specs: Iterable[JobSpec]) -> tuple[Sequence[JobSpec], Sequence[Problem]]:
         """The jobs with files in place of names, and problems for names that are not served."""
@@ -132,9 +141,7 @@ class Loras:
                 kept.append(replace(spec, lora=used, lora_files=[str(file.path) for file in files]))
         return kept, problems
 
-    def fitting(
-        self, jobs: Sequence[AdmittedJob], *, placement_of: Callable[[Path], Placement] = lambda _: WHOLE
-    ) -> Judged:
+    def fitting(self, jobs: Sequence[AdmittedJob]) -> Judged:
         """The jobs whose LoRAs fit their models, and problems for the others."""
         asked = [(job, patch) for job in jobs for patch in job.spec.patches]
         if not asked:
@@ -150,7 +157,7 @@ class Loras:
             found = []
             for patch in job.spec.patches:
                 if (key := (job.checkpoint, job.spec.model, patch.path, patch)) not in known:
-                    known[key] = self._judged(job, patch, placement_of(job.checkpoint))
+                    known[key] = self._judged(job, patch)
                 found.append(known[key])
             refused = [replace(each, line=job.spec.line) for each in found if isinstance(each, Problem)]
             if not refused:
@@ -158,7 +165,7 @@ class Loras:
             problems += refused
         return kept, problems
 
-    def _judged(self, job: AdmittedJob, patch: Patch, placement: Placement) -> Problem | tuple[Warned, ...]:
+    def _judged(self, job: AdmittedJob, patch: Patch) -> Problem | tuple[Warned, ...]:
         """What is wrong with a LoRA for a model, or what jobs with it are warned of."""
         fit, target = self.fits.of(job.checkpoint, patch.sha256), patch.target
         if fit.error is not None:
@@ -169,15 +176,8 @@ class Loras:
             return Problem.of(
                 "lora.target", target, f"{' or '.join(fit.components)} is accepted for {job.spec.model}"
             )
-        if not (changed := fit.changed_in(target)):
+        if not fit.changed_in(target):
             return Problem.of("lora.target", target, f"{patch.path} changes no layer of it; leave it out")
-        if not placement.takes_patches and any(map(placement.streams, changed)):
-            return Problem.of(
-                "lora",
-                None,
-                f"{patch.path} changes blocks in fp8 that are streamed, because GPUs lack room; run it "
-                "without --precision fp8, or with more memory",
-            )
         left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
         return (*left_out, *(Warned("LoRA", f"{patch.path}: {text}") for text in fit.warnings))
 
@@ -240,14 +240,18 @@ class Loras:
     def _tell_of_copies(self, checkpoints: Iterable[Path], num_ranks: int) -> None:
         for path in sorted(checkpoints):
             need = self.of(path)
-            if need.is_on_host and need.num_changed:
-                logger.info(
+            if need.copies_bytes(1):
+                text = (
                     "%s: GPUs lack room for copies of the weights that LoRAs change, so main memory has them "
-                    "(%s for %s); a switch of LoRAs copies up to %s to a GPU",
+                )
+                text += "(%s for %s); a switch of LoRAs copies up to %s to a GPU"
+                text += ", of streamed blocks in fp8 from the model's files" if need.copied else ""
+                logger.info(
+                    text,
                     model_name(path),
                     size_in_words(need.copies_bytes(num_ranks)),
                     counted(num_ranks, "rank"),
-                    size_in_words(need.copies_bytes(1)),
+                    size_in_words(need.copies_bytes(1) + sum(need.copied.values())),  # files have bf16
                 )
 
 

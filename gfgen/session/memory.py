@@ -183,7 +183,7 @@ class HostMemory:
 
         Raises: InputError when a model does not fit.
         """
-        jobs, unfit = self.patches.fitting(jobs, placement_of=self.placement)
+        jobs, unfit = self.patches.fitting(jobs)
         checkpoints = {job.checkpoint for job in jobs}
         weights = self.weights(checkpoints)
         if not self.is_loaded:
@@ -345,7 +345,9 @@ class GpuMemory(HostMemory):
                 f" needed {self.devices.where} even if all of its blocks are streamed, "
                 f"{size_in_words(room_bytes + beside)} there; run a smaller model{fewer}"
             )
-        return replace(found, takes_patches=not self.precision.quantised(checkpoint).layers)
+        in_8_bits = found.streamed.keys() & self.precision.saved_bytes(checkpoint).keys()
+        blocks = [(name, key) for name in in_8_bits for key in found.streamed[name]]
+        return replace(found, copied={f"{name}.{key}": parts[name].blocks[key] for name, key in blocks})
 
     def fit(self, jobs: Sequence[AdmittedJob], *, is_new: bool = True) -> Judged:
         self.note(() if self.is_loaded else jobs)
@@ -440,8 +442,8 @@ class GpuMemory(HostMemory):
         return 1
 
     def patch_bytes(self, checkpoint: Path, need: PatchNeed) -> int:
-        largest = max(need.changed.values(), default=0)
-        num_base = largest if need.is_on_host else need.num_changed
+        largest = max((need.largest_copied, *need.changed.values()))
+        num_base = largest if need.is_on_host else need.num_changed + need.largest_copied
         num_base += _QUANTISING * largest if self.precision.quantised(checkpoint).layers else 0
         return GPU_BYTES * (num_base + need.num_factors)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.kernels import Quantised
 from gfgen.models.geometry.weights import Placement
 from gfgen.models.loading.components import load_pipeline, without_progress_bars
 from gfgen.models.loading.random_weights import StoredWeights, random_component
@@ -416,6 +419,67 @@ def test_in_fp8_a_lora_gives_what_merging_and_then_quantising_gives(
     merged.merge(asked())
     assert not any(map(differing, bits_of(pipeline), before))
     assert places == [x.data_ptr() for x in pipeline.transformer.state_dict().values()]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_in_fp8_streamed_blocks_get_the_bits_of_resident_ones_and_are_changed_once(
+    model: str, files: list[Path], device: str, is_shared: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    if is_shared and device != "cpu":
+        pytest.skip("shards on GPUs are in test_shards.py")
+    layers = load_file(files[0])
+    one_block = {name: x for name, x in layers.items() if "blocks.1." in name}
+    bias = next(name for name in layers if "blocks.0." in name and name.endswith(".lora_B.weight"))
+    one_block[bias.replace("lora_B.weight", "diff_b")] = torch.ones(len(layers[bias]))
+    save_file(one_block, some := tmp_path / "some.safetensors")
+    reads, read, factor = Counter[str](), StoredWeights.read, 1.0
+
+    def noted_read(stored: Any, component: str, wanted: Any, **options: Any) -> Any:
+        for name, weight in read(stored, component, wanted, **options):
+            reads[f"{component}.{name}"] += 1
+            yield name, factor * weight
+
+    monkeypatch.setattr(StoredWeights, "read", noted_read)
+    checkpoint, seen, place = resolve_checkpoint(model), [], str(torch.empty(0, device=device).device)
+    streamed = all_streamed(checkpoint, num_buffers=1)
+    streamed = replace(streamed, shared=streamed.streamed)
+    island = Island([Channel.pair(), Channel.pair()], 1) if is_shared else None
+    both = ((files[0], 0.7), (files[1], -0.3))
+    for placement in (Placement(), streamed):
+        adapter: Any = load_adapter(
+            checkpoint, device=place, dtype="bfloat16", quantised=Quantised(layers=True),
+            placement=placement, island=island if placement.streamed else None,
+        )  # fmt: skip
+        adapter.patches.stored, transformer = StoredWeights(checkpoint), adapter.patches.pipeline.transformer
+        found = [all_weights_read(transformer)]
+        for loras in ([(files[0], 1.0)], both, [(some, 1.0)], [], [(some, 1.0)], [(files[1], 1.0)], []):
+            adapter.patches.merge(asked(*loras))
+            reads.clear()
+            found += [all_weights_read(transformer), all_weights_read(transformer)]
+            assert not reads, "nothing is computed at a read"
+        if placement.streamed:
+            adapter.patches.merge(asked((files[1], 1.0)))
+            assert not reads, "copies keep what they had"
+            factor = 2.0
+            for loras, error in (([(files[0], 1.0)], ModelError), ([], None), ([(files[0], 1.0)], None)):
+                with pytest.raises(error) if error else contextlib.nullcontext():
+                    adapter.patches.merge(asked(*loras))
+                factor = 1.0
+                wanted = found[0] if error or not loras else found[1]
+                assert error or all(map(torch.equal, all_weights_read(transformer), wanted))
+            chain: Any = stream_of(transformer)
+            assert not set(adapter.patches._models["transformer"]._base) & {
+                name for name, weight in original_weights(transformer).items() if chain.streams(name, weight)
+            }
+        assert not all(map(torch.equal, found[0], found[1]))
+        assert all(map(torch.equal, found[0], found[-1]))
+        seen.append([each.cpu() for weights in found for each in weights])
+    assert len(seen[0]) == len(seen[1])
+    assert all(map(torch.equal, *seen))
+    del adapter, transformer, chain
+    gc.collect()
+    for end in itertools.chain(*island.boards) if island else ():
+        end.close()
 
 
 def test_in_fp8_every_weight_that_a_lora_can_change_is_found(model: str, files: list[Path]) -> None:

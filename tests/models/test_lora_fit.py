@@ -26,7 +26,6 @@ from gfgen.job.shared import parse_loras
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.geometry.weights import Placement
 from gfgen.models.lora import accounting
 from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.reading import answer, weightless_pipeline
@@ -141,30 +140,6 @@ def test_models_in_fp8_take_loras_of_jobs_and_servers(tmp_path: Path, width: int
     assert job.spec.lora
     assert not problems
     serve(in_fp8, find_loras([f"style={path}"]), job.checkpoint)
-
-
-def test_a_lora_of_streamed_blocks_in_fp8_is_refused(
-    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lora(tmp_path / "some.safetensors", width=width)
-    changed = {f"transformer.blocks.{idx}.weight": 1 for idx in range(2)}
-    monkeypatch.setattr(
-        accounting, "by_headers", lambda *_: LoraFit(changed=changed, components=("transformer",))
-    )
-    job = {"prompt": "a red circle", "frames": 1, "lora": ["some.safetensors"]}
-    spec, _ = parse_job(job, folder=tmp_path)
-    assert spec is not None
-    said = "changes blocks in fp8 that are streamed, because GPUs lack room; run it without --precision fp8"
-    for streamed, takes_patches, is_refused in (
-        ("blocks.1", True, False),
-        ("blocks.1", False, True),
-        ("blocks.2", False, False),
-    ):
-        usual = admission()
-        placement = Placement({"transformer": frozenset([streamed])}, takes_patches=takes_patches)
-        monkeypatch.setattr(HostMemory, "placement", lambda *_, found=placement: found)
-        _, problems = usual([spec])
-        assert [said in str(problem) for problem in problems] == [True] * is_refused
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path, width: int) -> None:
@@ -346,6 +321,39 @@ def test_a_server_places_copies_for_all_its_loras_or_does_not_start(
     assert not problems
     with pytest.raises(InputError, match=r"at least 40\.9 GB of main memory needed for copies .* 1\.0 GB"):
         serve(on_gpus(80), served, checkpoint)
+
+
+def test_each_rank_copies_streamed_blocks_in_fp8_that_loras_change(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gfgen")
+    numbers = range(60)
+    changed = {f"transformer.transformer_blocks.{idx}.attn.to_q.weight": 3072**2 for idx in numbers}
+    changed["transformer.transformer_blocks.7.img_mod.1.weight"] = 6 * 3072**2  # in int8, and stays
+    fit = LoraFit(changed=changed, components=("transformer",))
+    monkeypatch.setattr(accounting, "by_headers", lambda *_: fit)
+    spec, _ = parse_job({"prompt": "a fox", "lora": [str(lora(tmp_path / "a.safetensors", width=width))]})
+    assert spec is not None
+    for room_gb, is_refused in ((60, False), (30, True)):
+        monkeypatch.setattr(memory_module, "available_bytes", lambda room=room_gb: room * GB)
+        found = on_gpus(16, precision=("fp8",))
+        jobs, problems = found([spec])
+        assert ["main memory needed for copies" in str(each) for each in problems] == [True] * is_refused
+        assert bool(jobs) is not is_refused
+        (checkpoint,) = found.memory.patches.placements
+        placement = found.memory.placement(checkpoint)
+        streamed = placement.streamed["transformer"]
+        assert placement.copied.keys() == {f"transformer.{key}" for key in streamed}
+        need = found.memory.patches.of(checkpoint)
+        if not is_refused:
+            assert 0 < len(streamed) < 60
+            assert need.copied == placement.copied
+            assert need.changed.keys() == {name for name in changed if not placement.streams(name)}
+            assert "transformer.transformer_blocks.7.img_mod.1.weight" in need.changed
+            base = 2 * need.num_changed if need.is_on_host else 0
+            assert need.copies_bytes(3) == 3 * (base + sum(need.copied.values()))
+            assert found.memory.patch_bytes(checkpoint, need) >= 2 * 8 * 3072**2
+    assert "of streamed blocks in fp8 from the model's files" in caplog.text
 
 
 @pytest.mark.parametrize(

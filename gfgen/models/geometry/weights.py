@@ -100,7 +100,9 @@ class Placement:
     streamed_bytes: int = 0
     saved_bytes: int = 0
     """How much less the device holds, with its buffers."""
-    takes_patches: bool = True
+    copied: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the streamed blocks of which each rank has a copy while patches change them, by name: those
+    in 8 bits."""
     shared: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The streamed blocks that ranks keep for each other (models/streaming/shards.py); main memory has them,
     too."""
@@ -111,6 +113,11 @@ class Placement:
         """Whether a weight is in a streamed block; its name begins with its component."""
         component, _, name = weight.partition(".")
         return block_key(name) in self.streamed.get(component, ()) and STAYS.search(name) is None
+
+    def copies(self, weight: str) -> str | None:
+        """The name in `copied` of a weight's block; None if it is not there."""
+        block = f"{weight.partition('.')[0]}.{block_key(weight)}"
+        return block if block in self.copied and self.streams(weight) else None
 
     def new_copy(self, kept_bytes: int = 0) -> int:
         """The descriptor of an empty file in memory for the streamed blocks (models/streaming/host_copy.py),

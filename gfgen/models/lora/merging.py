@@ -5,8 +5,8 @@ one parameter. The base weights of changed layers are kept on the device, or in 
 has no room for them (session/loras.py). A switch writes base weight plus change to the model's weight in
 place, so recorded forwards stay valid. Nothing is subtracted, so a model without LoRAs has the bits that it
 was loaded with. Layers in 8 bits get the sum quantised; their base weights are read from the checkpoint when
-a LoRA first changes them. Linear layers of GGUF models keep their weights, and changes run beside them: `W x
-+ scale * B (A x)`, as peft computes it without `fuse_lora`.
+a LoRA first changes them, and at each change if they are streamed. Linear layers of GGUF models keep their
+weights, and changes run beside them: `W x + scale * B (A x)`, as peft computes it without `fuse_lora`.
 
 Results equal `load_lora_weights`, `set_adapters` and `fuse_lora`: bitwise in fp32 on a CPU. Where diffusers
 leaves out what a file's format defines, they equal those of the file rewritten to names that it reads.
@@ -40,7 +40,7 @@ from gfgen.models.lora.reading import (
     original_weights,
     read_lora,
 )
-from gfgen.models.streaming.stream import stream_of
+from gfgen.models.streaming.stream import Chain, stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,8 @@ class _Loaded:
 class _Model:
     """A model's weights, and the original values of those that were ever changed.
 
-    Streamed weights have their original values after each read, and are changed then.
+    Streamed weights have their original values after each read, and are changed then. Those in 8 bits are
+    changed once, in copies of their blocks, and nothing is kept of the original values.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class _Model:
         self._base: dict[str, Tensor] = {}
         self._changed: set[str] = set()
         """Weights that may not have their original values."""
+        self._rewritten: Mapping[str, Sequence[tuple[_Change, float]]] = {}
+        """What the copies of streamed blocks have."""
 
     @property
     def weights(self) -> Mapping[str, _Weight]:
@@ -187,7 +190,11 @@ class _Model:
             if self._stream.move(streamed):
                 self._weights = {}  # views
                 weights = {name: x for name, x in self.weights.items() if not isinstance(x, FixedWeight)}
-            self._stream.patch({name: _adding(wanted[name], to=weights[name]) for name in streamed})
+            rows = {name: x for name in streamed if isinstance(x := weights[name], QuantisedRows)}
+            plain = (name for name in streamed if name not in rows)
+            patches = {name: _adding(wanted[name], to=weights[name]) for name in plain}
+            self._stream.patch(patches, rewritten=rows)
+            self._rewrite(self._stream, rows, {name: wanted[name] for name in rows})
             wanted = {name: each for name, each in wanted.items() if name not in streamed}
         for name in sorted(self._changed - wanted.keys()):
             weight, base = weights[name], self._base[name]
@@ -214,6 +221,25 @@ class _Model:
                 weight.copy_(out)
         self._changed = set(wanted)
 
+    def _rewrite(
+        self,
+        stream: Chain,
+        weights: Mapping[str, QuantisedRows],
+        wanted: Mapping[str, Sequence[tuple[_Change, float]]],
+    ) -> None:
+        """Write the sums to where streamed weights in 8 bits are read from, unless they are there."""
+        if not weights or wanted == self._rewritten:
+            return
+        self._rewritten, device = {}, next(iter(weights.values())).device
+        stream.renew()
+        copies = {name: weight.at(partial(stream.in_copy, name)) for name, weight in weights.items()}
+        for name, weight in self._stored(copies, device=device):
+            for change, scale in wanted[name]:
+                change.add(weight, scale, out=weight)
+                change.move(torch.device("cpu"))
+            copies[name].copy_(weight)
+        self._rewritten = wanted
+
     def _run_beside(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Let these changes, and no others, run beside layers that keep their weights."""
         fixed = {name: x for name, x in self.weights.items() if isinstance(x, FixedWeight)}
@@ -231,21 +257,25 @@ class _Model:
             if isinstance(weight, QuantisedRows):
                 quantised[name] = weight
             else:
-                yield name, self._copy_of(weight, device=weight.device)
-        if not quantised:
-            return
-        assert self._read is not None
-        device = next(iter(quantised.values())).device
-        for name, weight in self._read(quantised, device=device):
-            copy = self._copy_of(weight, device=device)
-            if not quantised[name].hold(copy.to(device)):
-                raise ModelError(f"{name}: the files of the model have changed since it was loaded")
-            yield name, copy
+                yield name, self._kept(weight) if self._host else weight.clone()
+        if quantised:
+            device = next(iter(quantised.values())).device
+            for name, weight in self._stored(quantised, device=device):
+                yield name, self._kept(weight)
 
-    def _copy_of(self, weight: Tensor, *, device: torch.device) -> Tensor:
-        if self._host is None:
-            return weight.to(device, copy=True)
-        return self._host.copy_of(weight, is_pinned=device.type == "cuda")
+    def _kept(self, weight: Tensor) -> Tensor:
+        return weight if self._host is None else self._host.copy_of(weight, is_pinned=weight.is_cuda)
+
+    def _stored(
+        self, rows: Mapping[str, QuantisedRows], *, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """New copies of the original values, from the checkpoint, on the device."""
+        assert self._read is not None
+        for name, weight in self._read(rows, device=device):
+            found = weight.to(device, copy=True)
+            if not rows[name].hold(found):
+                raise ModelError(f"{name}: the files of the model have changed since it was loaded")
+            yield name, found
 
 
 def _adding(changes: Sequence[tuple[_Change, float]], *, to: Any) -> Sequence[Callable[[], None]]:
@@ -277,7 +307,7 @@ def _block(num_bytes: int, *, is_pinned: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Product:
     """The product of two matrices, times alpha / divisor, for one parameter.
 
@@ -311,7 +341,7 @@ class _Product:
         torch.add(source, product.to(self.up.dtype), out=out)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Computed:
     """Another change that is computed from a few tensors, times alpha / divisor."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,9 +260,13 @@ class QuantisedRows:
         """Whether `copy_` of this original weight would change nothing."""
         both = zip((self.values, self.scales), self.quantise(weight, self.file_scales), strict=True)
         return all(
-            torch.equal(own.view(torch.uint8), new.to(own.device).view_as(own).view(torch.uint8))
+            torch.equal(own.to(new.device).view(torch.uint8), new.view_as(own).view(torch.uint8))
             for own, new in both
         )
+
+    def at(self, place: Callable[[Tensor], Tensor]) -> QuantisedRows:
+        """The same rows in other memory."""
+        return replace(self, values=place(self.values), scales=place(self.scales))
 
 
 @dataclass(frozen=True, slots=True)

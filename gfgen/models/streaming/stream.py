@@ -12,10 +12,12 @@ or after a task that was stopped, is read when it is entered. So what was read a
 guess. On a CPU a read is a copy at once.
 
 Blocks that this rank keeps for others (shards.py) are computed from where they are, unless they have patches.
+What would take too long after each read is written once, to a copy of the block in the rank's own memory.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfgen.models.geometry.weights import block_name
+from gfgen.models.geometry.weights import Placement, block_name
 from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.shards import Shard
 from gfgen.models.streaming.turns import pause
@@ -60,6 +62,10 @@ class Block:
     patches: Sequence[Callable[[], None]] = ()
     """Each changes a weight in the buffer."""
     is_patched: bool = False
+    copy: Tensor | None = None
+    """This rank's copy in host memory, with weights that were rewritten."""
+    is_rewritten: bool = False
+    """Whether it is read from there."""
 
     @property
     def own(self) -> Tensor | None:
@@ -91,7 +97,8 @@ class Lane:
         self._device = device
         is_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]
-        end = weakref.finalize(self, _close, self._stream, (*shards, copy), [each.bytes for each in buffers])
+        self._sources: list[HostCopy | Shard] = [*shards, copy]
+        end = weakref.finalize(self, _close, self._stream, self._sources, [each.bytes for each in buffers])
         end.atexit = False
 
     def read(self, block: Block) -> None:
@@ -106,6 +113,20 @@ class Lane:
                 _fill(block)
                 buffer.ready = stream.record_event()
         buffer.holds = block
+
+    def copy(self, blocks: Sequence[Block]) -> None:
+        """Let these blocks have copies with their original bytes."""
+        if self._stream is not None:  # what still reads the last copies is a guess that nothing will use
+            torch.cuda.current_stream(self._device).synchronize()
+        if new := [block for block in blocks if block.copy is None]:
+            fd = Placement(streamed_bytes=sum(len(block.region) for block in new)).new_copy()
+            self._sources.append(own := HostCopy(fd, self._device))
+            os.close(fd)
+            for block in new:
+                block.copy = own.region(len(block.region), lambda _: None)
+        for block in blocks:
+            if block.copy is not None:
+                block.copy.copy_(block.region)
 
     def wait(self, buffer: Buffer) -> None:
         """Let the present stream wait for the buffer's last read."""
@@ -124,7 +145,9 @@ def _close(
 
 def _fill(block: Block) -> None:
     into = block.buffer.bytes[: len(block.region)]
-    if block.shard is None or not block.shard.read(block.offset, into):
+    if block.is_rewritten and block.copy is not None:
+        into.copy_(block.copy, non_blocking=True)
+    elif block.shard is None or not block.shard.read(block.offset, into):
         into.copy_(block.region, non_blocking=True)
     for patch in block.patches:
         patch()
@@ -179,13 +202,31 @@ class Chain:
         self._arrange()
         return True
 
-    def patch(self, patches: Mapping[str, Sequence[Callable[[], None]]]) -> None:
-        """Apply these patches, by weight, after each read from now on, and no others."""
+    def patch(
+        self, patches: Mapping[str, Sequence[Callable[[], None]]], *, rewritten: Collection[str] = ()
+    ) -> None:
+        """Apply these patches, by weight, after each read from now on, and no others.
+
+        rewritten: weights that the caller changes instead, once (`renew`, `in_copy`).
+        """
+        copied = {block_name(weight) for weight in rewritten}
         for name, block in self._by_name.items():
             own = [each for weight in patches if block_name(weight) == name for each in patches[weight]]
-            if (own or block.patches) and block.is_read and block.buffer.holds is block:
+            is_changed = own or block.patches or name in copied or block.is_rewritten
+            if is_changed and block.is_read and block.buffer.holds is block:
                 block.buffer.holds = None
-            block.patches = own
+            block.patches, block.is_rewritten = own, name in copied
+
+    def renew(self) -> None:
+        """Give rewritten weights their original values."""
+        self._lane.copy([block for block in self._blocks if block.is_rewritten])
+
+    def in_copy(self, weight: str, part: Tensor) -> Tensor:
+        """Where a rewritten weight, of which this is a part, is read from."""
+        block = self._by_name[block_name(weight) or ""]
+        assert block.copy is not None
+        start = part.data_ptr() - block.bytes.data_ptr()
+        return block.copy[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
     def _begin(self) -> None:
         """Before a forward. Others that share reads first leave the last block of theirs."""
