@@ -59,6 +59,18 @@ FLUX: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What Flux.1-dev has in the place of the small checkpoint's values."""
+NUM_PARAMETERS = {
+    "num_parameters": {
+        "transformer": 11901408320, "text_encoder": 123060480, "text_encoder_2": 4762310656, "vae": 83819683,
+    },
+    "block_parameters": {
+        "transformer": {
+            "transformer_blocks": [19, 339831296], "single_transformer_blocks": [38, 141591808],
+        },
+        "text_encoder_2": {"block": [24, 192946176]},
+    },
+}  # fmt: skip
+"""By which gfgen knows what fits; without weight files it has no other way."""
 
 
 def main() -> None:
@@ -117,6 +129,7 @@ def flux(folder: Path) -> Path:
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
     for path in folder.glob("*/*.safetensors"):
         path.unlink()
+    (folder / "gfgen.json").write_text(json.dumps(NUM_PARAMETERS))
     return folder
 
 
