@@ -87,17 +87,29 @@ class Draws:
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     """Jobs that failed after a clean check."""
+    failed_unknown: list[str] = field(default_factory=list)
+    """Jobs that failed where the check could not try the call to its end."""
     refused_in_vain: list[str] = field(default_factory=list)
     """Jobs that the call was said to refuse, and that ran."""
     seconds: float = 0.0
 
     def row(self) -> str:
         counts = [self.counts[name] for name in ("refused", "call", "unknown", "ran")]
-        wrong = [len(self.failed), len(self.refused_in_vain)]
+        wrong = [len(each) for each in (self.failed, self.failed_unknown, self.refused_in_vain)]
         return f"| {self.name} | {' | '.join(map(str, [*counts, *wrong]))} | {self.seconds:.0f} |"
 
 
-COLUMNS = ("class", "by fields", "by its call", "call unknown", "ran", "failed, clean", "refused, runs", "s")
+COLUMNS = (
+    "class",
+    "by fields",
+    "by its call",
+    "call unknown",
+    "ran",
+    "failed, clean",
+    "failed, unknown",
+    "refused, runs",
+    "s",
+)
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
@@ -228,7 +240,8 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             else:
                 made.counts["unknown"] += error is not None
                 made.counts["ran"] += failure is None
-                made.failed += [f"{said}: {failure}"] if failure else []
+                failed = made.failed if error is None else made.failed_unknown
+                failed += [f"{said}: {failure}"] if failure else []
     made.seconds = time.monotonic() - started
     return made
 
@@ -299,7 +312,7 @@ def main() -> None:
                 signal.alarm(0)
         rows.append(made.row())
         print(rows[-1], flush=True)
-        for text in [*made.failed, *made.refused_in_vain][:6]:
+        for text in [*made.failed, *made.failed_unknown, *made.refused_in_vain][:6]:
             notes.append(f"- {name} {text}")
             print(f"   {text}", flush=True)
     if options.table is not None:
