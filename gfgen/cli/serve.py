@@ -325,7 +325,6 @@ def serve_on(
         num_ranks=session.num_own_ranks,
         policy=options.policy.name,
         started_at=clock.started_at,
-        began_s=-clock.from_monotonic(0.0),
     )
     todo = bridge.open(info, is_stopped=lambda: _has_signal(session.signals))
     if todo is None:

@@ -114,6 +114,7 @@ class Front:
             api=settings.api,
             keys={name: key for name, key in settings.keys.items() if not key.only_metrics},
             send=self._send,
+            now=mirror.now,
         )
         folder.prepare(store)
         self._webhooks = Webhooks(settings.api)
