@@ -52,8 +52,7 @@ from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.simulate.choosers import ThreadedChooser
-from gfgen.server.bridge.run_bridge import RunBridge
-from gfgen.server.bridge.supervisor import Supervisor, listen
+from gfgen.server.bridge import RunBridge, Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
 from gfgen.server.protocol.link import FrontSettings
 from gfgen.server.protocol.server_schemas import served_model

@@ -32,8 +32,7 @@ from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.files import resume
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser
-from gfgen.server.bridge.run_bridge import RunBridge
-from gfgen.server.bridge.supervisor import Supervisor, listen
+from gfgen.server.bridge import RunBridge, Supervisor, listen
 from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits, check_key, read_keys
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model

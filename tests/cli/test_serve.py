@@ -267,7 +267,7 @@ def test_a_key_that_no_header_can_bring_is_refused(capsys, key):
 
 
 def test_an_address_that_is_in_use_is_told(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("gfgen.server.bridge.supervisor.BIND_S", 0.1)
+    monkeypatch.setattr("gfgen.server.bridge.BIND_S", 0.1)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -23,8 +23,8 @@ from test_store import accepted
 from gfgen.errors import OutputError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
+from gfgen.server import bridge as run_side
 from gfgen.server import store as store_module
-from gfgen.server.bridge import supervisor
 from gfgen.server.http import front, routes_jobs
 from gfgen.server.http.app import make_app
 from gfgen.server.http.guard import ApiKeys
@@ -287,11 +287,11 @@ def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp
     def none_left(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(supervisor.subprocess, "Popen", none_left)
-    monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
+    monkeypatch.setattr(run_side.subprocess, "Popen", none_left)
+    monkeypatch.setattr(run_side, "MAX_DEATHS", 2)
     settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor.Supervisor(listener, settings, bridge)._run()
+        run_side.Supervisor(listener, settings, bridge)._run()
     (failure,) = failures
     assert str(failure).startswith("the HTTP process died, or could not be started, 2 times")
     told = "the HTTP process cannot be started (Cannot allocate memory); retrying"
@@ -304,9 +304,9 @@ def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypa
     reader, writer = os.pipe()
     settings = FrontSettings(tmp_path, api_key=None, limits=ServerLimits(), version="1")
     bridge = SimpleNamespace(received=lambda _: None)
-    own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, bridge)
-    start = supervisor.subprocess.Popen
-    monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *a, **kw: start(*a, **kw, stdout=writer))
+    own = run_side.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, bridge)
+    start = run_side.subprocess.Popen
+    monkeypatch.setattr(run_side.subprocess, "Popen", lambda *a, **kw: start(*a, **kw, stdout=writer))
     own.start()
     assert os.read(reader, 1) == b"i"
     own.stop()

@@ -26,8 +26,8 @@ from gfgen.runtime.core.events import (
 )
 from gfgen.runtime.core.observer import JobOutcome, with_view
 from gfgen.runtime.simulate.choosers import ThreadedChooser
-from gfgen.server.bridge import run_bridge as run_bridge
-from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, Joined, Left, RunBridge
+from gfgen.server import bridge as run_bridge
+from gfgen.server.bridge import MAX_AT_ONCE, Joined, Left, RunBridge
 from gfgen.server.protocol.link import (
     CancelJobs,
     MessageSocket,

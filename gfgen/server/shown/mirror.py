@@ -1,6 +1,6 @@
 """The front's copy of the run's state. All responses come from it, so no request waits for the run.
 
-run_bridge.py sends what happens in the run, and `RunMirror.apply` follows. Its `Timeline` knows what each
+bridge.py sends what happens in the run, and `RunMirror.apply` follows. Its `Timeline` knows what each
 rank does, and bars: uninterrupted work of one rank for one job.
 """
 
@@ -40,7 +40,7 @@ USE_S = 60
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix time, by the clock of this moment: as the run's own time, it does not move when the clock is set."""
+    """Unix time by the clock as it is now. Like the run's time, it does not move when the clock is set."""
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()
 
