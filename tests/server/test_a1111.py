@@ -23,7 +23,7 @@ from small_checkpoints import save_checkpoint
 from small_pipelines import PIPELINES
 
 from gfgen.job.samplers import SCHEDULES, known_sampler
-from gfgen.server.protocol.a1111_schemas import SAMPLER_NAMES, SCHEDULE_NAMES, A1111Request
+from gfgen.server.http.a1111 import SAMPLER_NAMES, SCHEDULE_NAMES, A1111Request
 from gfgen.server.protocol.problems import ApiError, checked
 
 KEY = "a key of eight"

@@ -25,8 +25,7 @@ from gfgen.models.loading.colour_fit import fit_colours, random_pictures
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker.jobs import publish
 from gfgen.server.http import routes_jobs
-from gfgen.server.http.routes_images import Streamed, picture_events
-from gfgen.server.http.routes_responses import response_events
+from gfgen.server.http.routes_images import Streamed, picture_events, response_events
 from gfgen.server.protocol import picture_schemas
 from gfgen.server.shown.previews import LatentColours, Previews, latent_picture
 from gfgen.server.shown.served_job import Notifier

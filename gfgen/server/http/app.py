@@ -19,11 +19,10 @@ from starlette.routing import Match
 
 from gfgen.errors import OutputError
 from gfgen.server.http import (
-    routes_a1111,
+    a1111,
     routes_batches,
     routes_images,
     routes_jobs,
-    routes_responses,
     routes_server,
 )
 from gfgen.server.http.guard import ApiKeys, RequestGuard
@@ -35,7 +34,7 @@ from gfgen.server.protocol.problems import ApiError, invalid
 logger = logging.getLogger(__name__)
 
 TITLE = "gfgen"
-_MODULES = (routes_jobs, routes_images, routes_responses, routes_batches, routes_server, routes_a1111)
+_MODULES = (routes_jobs, routes_images, routes_batches, routes_server, a1111)
 _ROUTERS = [router for module in _MODULES for router in module.ROUTERS]
 _ROUTES = [route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 _TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
@@ -65,7 +64,7 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
     app.state.keys, app.state.page = keys, routes_server.read_page()
     app.state.a1111_models = {}  # that each key has chosen
     for router in _ROUTERS:
-        if router is routes_a1111.router and not service.api.a1111:
+        if router is a1111.router and not service.api.a1111:
             continue
         app.include_router(router)
         for route in router.routes:

@@ -34,7 +34,7 @@ from gfgen.server.http.bodies import (
     request_key,
     sends,
 )
-from gfgen.server.http.routes_images import chat_completion, image_content, images
+from gfgen.server.http.routes_images import base64_of, chat_completion, images
 from gfgen.server.http.routes_jobs import After, JobId, Limit, Service
 from gfgen.server.http.routes_jobs import jobs as jobs_router
 from gfgen.server.jobs import job_requests
@@ -430,7 +430,11 @@ async def _result(
         elif endpoint == "/v1/chat/completions":
             body = await chat_completion(service, records, asked_for)
         else:
-            data = [await image_content(service, each, asked_for) for each in records]
+            texts = [await base64_of(service, each, asked_for) for each in records]
+            data = [
+                picture_schemas.Image(b64_json=text, id=each.facts.id, seed=each.facts.seed)
+                for text, each in zip(texts, records, strict=True)
+            ]
             body = images(records, data, output_format=asked_for.output_format)
     except ApiError as gone:
         error = schemas.JobFailure(code=gone.code or "file_gone", message=gone.message)

@@ -1,32 +1,49 @@
-"""Pictures: /v1/images as OpenAI's clients call it, and /v1/chat/completions as vLLM-Omni's do."""
+"""Pictures: /v1/images and /v1/responses as OpenAI's clients call them, and /v1/chat/completions."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
+import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from gfgen.server.http.bodies import IDEMPOTENCY_KEY, MESSAGES, Body, documented, read_body, request_key
+from gfgen.server.http.bodies import (
+    IDEMPOTENCY_KEY,
+    INPUT,
+    MESSAGES,
+    Body,
+    documented,
+    read_body,
+    request_key,
+)
 from gfgen.server.http.guard import Access
 from gfgen.server.http.routes_jobs import Service, leave, log_ignored, results
 from gfgen.server.http.streams import QUIET_S, STREAM, check_streams, event_bytes, event_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import MAX_PICTURES, image_jobs, painted_part
+from gfgen.server.jobs.job_requests import (
+    MAX_PICTURES,
+    chosen_model,
+    image_jobs,
+    painted_part,
+    picture_content,
+    response_values,
+)
 from gfgen.server.jobs.service import JobService
-from gfgen.server.protocol import picture_schemas
+from gfgen.server.protocol import picture_schemas, schemas
 from gfgen.server.protocol.problems import ApiError, bad, opened
 from gfgen.server.shown.previews import FIRST_STEP
 from gfgen.server.shown.served_job import ServedJob
 from gfgen.system.wording import counted
 
-router = APIRouter(prefix="/v1", tags=["images"])
+router = APIRouter(prefix="/v1")
 ROUTERS = (router,)
 
 EVENTS = STREAM["responses"]
@@ -35,6 +52,7 @@ EVENTS = STREAM["responses"]
 
 @router.post(
     "/images/generations",
+    tags=["images"],
     response_model=picture_schemas.Images,
     responses=EVENTS,
     openapi_extra=documented(picture_schemas.ImageRequest),
@@ -51,6 +69,7 @@ async def create_images(request: Request, service: Service) -> Response:
 
 @router.post(
     "/images/edits",
+    tags=["images"],
     response_model=picture_schemas.Images,
     responses=EVENTS,
     openapi_extra=documented(picture_schemas.ImageRequest, "image", "mask"),
@@ -75,7 +94,7 @@ async def _images(request: Request, service: JobService, body: Body, *, of: Even
             ids, asked_for, warnings, of=of, is_kept=IDEMPOTENCY_KEY["name"] in request.headers
         )
         return event_stream(service, lambda: picture_events(service, streamed))
-    pictures = await _finished(request, service, ids)
+    pictures = await finished(request, service, ids)
     data = [await _image(request, service, each, asked_for) for each in pictures]
     answer = images(pictures, data, output_format=asked_for.output_format)
     answer.warnings = warnings or None
@@ -101,7 +120,7 @@ def images(
 
 @router.post(
     "/chat/completions",
-    tags=["chat"],
+    tags=["images", "chat"],
     response_model=picture_schemas.ChatCompletion,
     openapi_extra=documented(picture_schemas.ChatRequest),
     summary="Make pictures in a conversation",
@@ -114,7 +133,7 @@ async def complete_chat(request: Request, service: Service) -> Response:
     if sum(each.role in ("user", "assistant") for each in asked_for.messages) > 1:
         warnings.append("messages: earlier messages and their pictures have no effect")
     ids = await take_images(request, service, body, asked_for, warnings)
-    pictures = await _finished(request, service, ids)
+    pictures = await finished(request, service, ids)
     answer = await chat_completion(service, pictures, asked_for)
     answer.warnings = warnings or None
     return answer.response()
@@ -157,7 +176,7 @@ async def take_images(
     return ids
 
 
-async def _finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[ServedJob]:
+async def finished(request: Request, service: JobService, ids: Sequence[str]) -> Sequence[ServedJob]:
     await results(request, service, ids)
     return [done_job(service, job_id) for job_id in ids]
 
@@ -177,10 +196,9 @@ async def _image(
     request: Request, service: JobService, record: ServedJob, asked_for: picture_schemas.ImageRequest
 ) -> picture_schemas.Image:
     job_id, kind = record.facts.id, asked_for.output_format
-    if asked_for.response_format == "url":
-        image = picture_schemas.Image(id=job_id, seed=record.facts.seed)
-    else:
-        image = await image_content(service, record, asked_for)
+    image = picture_schemas.Image(id=job_id, seed=record.facts.seed)
+    if asked_for.response_format != "url":
+        image.b64_json = await base64_of(service, record, asked_for)
     if asked_for.response_format != "b64_json":
         query = [f"format={kind}"] if kind != "png" else []
         if asked_for.output_compression is not None and query:
@@ -232,7 +250,7 @@ async def pictures_of(
                 record = service.mirror.records.get(job_id)
                 if record is None:
                     del shown[job_id]
-                    yield await completed(service, job_id, streamed)
+                    yield await _completed(service, done_job(service, job_id), streamed)
                     said_at = time.monotonic()
                 elif (partial := await _partial(service, record, streamed, shown[job_id])) is not None:
                     yield partial
@@ -280,17 +298,17 @@ async def _partial(
     return image
 
 
-async def completed(service: JobService, job_id: str, streamed: Streamed) -> picture_schemas.CompletedImage:
-    record = done_job(service, job_id)
-    kind = streamed.asked_for.output_format
+async def _completed(
+    service: JobService, record: ServedJob, streamed: Streamed
+) -> picture_schemas.CompletedImage:
     return picture_schemas.CompletedImage(
         type=f"{streamed.of}.completed",  # type: ignore[arg-type]
         model=record.facts.model,
         b64_json=await base64_of(service, record, streamed.asked_for),
         created_at=int(service.now()),
-        id=job_id,
+        id=record.facts.id,
         seed=record.facts.seed,
-        output_format=kind,
+        output_format=streamed.asked_for.output_format,
         size=record.job().size,
         warnings=list(streamed.warnings) or None,
     )
@@ -309,13 +327,118 @@ def done_job(service: JobService, job_id: str) -> ServedJob:
     return record
 
 
-async def image_content(
-    service: JobService, record: ServedJob, asked_for: picture_schemas.PictureRequest
-) -> picture_schemas.Image:
-    text = await base64_of(service, record, asked_for)
-    return picture_schemas.Image(b64_json=text, id=record.facts.id, seed=record.facts.seed)
-
-
 async def base64_of(service: JobService, record: ServedJob, asked_for: picture_schemas.PictureRequest) -> str:
     kind, quality = asked_for.output_format, asked_for.output_compression
     return await files.base64_as(service.folder.result(record.facts), kind, quality)
+
+
+_CALL = "response.image_generation_call"
+
+
+@router.post(
+    "/responses",
+    tags=["responses"],
+    response_model=picture_schemas.PictureResponse,
+    responses=EVENTS,
+    openapi_extra=documented(picture_schemas.ResponseRequest),
+    summary="Make pictures with the tool image_generation",
+)
+async def create_response(request: Request, service: Service) -> Response:
+    """The prompt is the text of the user's last message in `input`, which may also have pictures to begin
+    with, or else the last one before it counts. Responses are not kept: there is no GET."""
+    body = await read_body(request, service=service, picture_name=INPUT, most_pictures=MAX_PICTURES)
+    values = response_values(body.values)
+    asked_for, warnings = opened(picture_schemas.ImageRequest, values, is_strict=service.api.strict)
+    if asked_for.stream:
+        check_streams(service)
+    body = await _with_earlier(service, body, asked_for.job.get("model"), warnings)
+    ids = await take_images(request, service, body, asked_for, warnings)
+    is_kept = IDEMPOTENCY_KEY["name"] in request.headers
+    streamed = Streamed(ids, asked_for, warnings, of="image_generation", is_kept=is_kept)
+    first = service.job(ids[0])
+    assert first is not None
+    answer = picture_schemas.PictureResponse(
+        id=f"resp_{ids[0]}",
+        created_at=int(first.facts.created_at),
+        model=first.facts.model,
+        output=[],
+        tools=body.values["tools"],
+        warnings=warnings or None,
+    )
+    if asked_for.stream:
+        return event_stream(service, lambda: response_events(service, streamed, answer))
+    pictures = await finished(request, service, ids)
+    answer.output = [_done(await _completed(service, each, streamed)) for each in pictures]
+    answer.status = "completed"
+    return answer.response()
+
+
+async def _with_earlier(service: JobService, body: Body, name: str | None, warnings: list[str]) -> Body:
+    """With the last picture of the conversation to begin with, if the user's last message has none."""
+    said, models = body.values[INPUT], service.ready_models()
+    action = next((tool["action"] for tool in body.values["tools"] if tool.get("action")), "auto")
+    model = chosen_model(name, models, kind="image", takes=lambda each: each.takes_image != "no")
+    is_used = body.earlier is not None and action != "generate" and model.takes_image != "no"
+    if is_used:
+        read = service.uploads.content
+        picture = await asyncio.to_thread(picture_content, body.earlier, read, param=INPUT)
+        body = replace(body, files=[picture])
+    if action == "edit" and not body.files:
+        raise bad(INPUT, "has no picture to edit; give an input_image, or leave action out")
+    if isinstance(said, list) and len(said) > 1:
+        warnings.append("input: earlier messages have no effect" + ", but their last picture" * is_used)
+    return body
+
+
+def _done(image: picture_schemas.CompletedImage) -> picture_schemas.ImageCall:
+    values = image.model_dump(include={"size", "output_format"})
+    return picture_schemas.ImageCall(id=f"ig_{image.id}", status="completed", result=image.b64_json, **values)
+
+
+async def response_events(
+    service: JobService, streamed: Streamed, answer: picture_schemas.PictureResponse
+) -> AsyncGenerator[bytes]:
+    numbers, is_followed = itertools.count(), False
+
+    def event(kind: str, **values: Any) -> bytes:
+        body = {"type": kind, "sequence_number": next(numbers), **values}
+        return event_bytes(kind.encode(), json.dumps(body).encode())
+
+    def of(place: int) -> Mapping[str, Any]:
+        return {"item_id": answer.output[place].id, "output_index": place}
+
+    try:
+        yield event("response.created", response=answer.model_dump())
+        yield event("response.in_progress", response=answer.model_dump())
+        kind = streamed.asked_for.output_format
+        answer.output = [
+            picture_schemas.ImageCall(id=f"ig_{job_id}", result=None, output_format=kind)
+            for job_id in streamed.ids
+        ]
+        for place, call in enumerate(answer.output):
+            yield event("response.output_item.added", output_index=place, item=call.model_dump())
+            yield event(f"{_CALL}.in_progress", **of(place))
+            yield event(f"{_CALL}.generating", **of(place))
+        is_followed = True
+        async with aclosing(pictures_of(service, streamed)) as images:
+            async for image in images:
+                place = 0 if image is None else streamed.ids.index(image.id)
+                if image is None:
+                    yield QUIET
+                elif isinstance(image, picture_schemas.CompletedImage):
+                    answer.output[place] = _done(image)
+                    yield event(f"{_CALL}.completed", **of(place))
+                    item = answer.output[place].model_dump()
+                    yield event("response.output_item.done", output_index=place, item=item)
+                else:
+                    shown = image.model_dump(exclude={"type", "b64_json", "created_at", "id"})
+                    partial = {**shown, "partial_image_b64": image.b64_json}
+                    yield event(f"{_CALL}.partial_image", **of(place), **partial)
+        answer.status = "completed"
+    except ApiError as error:
+        answer.status = "failed"
+        answer.error = schemas.JobFailure(code=error.code or "server_error", message=error.message)
+    finally:
+        if not is_followed and not streamed.is_kept:  # from then on `pictures_of` does it
+            leave(service, streamed.ids)
+    yield event(f"response.{answer.status}", response=answer.model_dump())
