@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import queue
 import sqlite3
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from gfgen.errors import OutputError
 from gfgen.system.wording import size_in_words
@@ -40,6 +39,7 @@ SHOWN = ("peak_memory_mb", "steps_reused")
 """Keys of a manifest entry that responses have too."""
 _READ = ("timings", "shape", *SHOWN)
 Ended = Literal["completed", "failed", "cancelled"]
+ENDED: tuple[Ended, ...] = get_args(Ended)
 T = TypeVar("T")
 _Queued = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
@@ -196,7 +196,6 @@ class Store:
         """The last reported reason why writes fail."""
         self.epoch = int(1000 * began_at)
         """A number of this process: event ids begin with it."""
-        self._left_over: list[Callable[[sqlite3.Connection], Any]] = []
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
@@ -235,13 +234,14 @@ class Store:
 
         await self._do(work)
 
-    async def end_all(self, endings: Sequence[Ending]) -> list[bool]:
+    async def end_all(self, endings: Sequence[Ending], *, cancelled_batch: str | None = None) -> list[bool]:
         """Record how jobs ended; False for a job that had ended before or does not exist.
 
         A job that had ended in the same way without a manifest entry gets this one.
         """
 
         def work(db: sqlite3.Connection) -> list[bool]:
+            db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (cancelled_batch,))
             return [_end(db, ending) for ending in endings]
 
         return await self._do(work)
@@ -251,19 +251,6 @@ class Store:
         changed = "facts = json_patch(facts, :new)" + (", spec = json_patch(spec, :new)" if is_open else "")
         sql = f"UPDATE jobs SET {changed} WHERE id = :id AND status {'=' if is_open else '!='} 'open'"
         return await self._do(_statement(sql, {"new": json.dumps(facts), "id": job_id})) > 0
-
-    async def cancel(self, endings: Sequence[Ending], *, batch_id: str | None = None) -> list[bool] | None:
-        """As `end_all`, and of a batch. None: the disk is full, and the next write will write this first."""
-
-        def work(db: sqlite3.Connection) -> list[bool]:
-            db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
-            return [_end(db, ending) for ending in endings]
-
-        try:
-            return await self._do(work)
-        except OutputError:
-            self._left_over.append(work)
-            return None
 
     async def remove(self, job_ids: Iterable[str]) -> None:
         ids = [(job_id,) for job_id in job_ids]
@@ -354,12 +341,6 @@ class Store:
         ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open' AND NOT {_FAVOURITE})"
         return _jobs(self._reader, "WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
 
-    @property
-    def first_at(self) -> float:
-        """Unix time of its first job; infinite without one."""
-        first_at = self._reader.execute("SELECT MIN(created_at) FROM jobs").fetchone()[0]
-        return math.inf if first_at is None else float(first_at)
-
     def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
         """The subset of these jobs that have one of these statuses."""
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
@@ -386,13 +367,9 @@ class Store:
         db, done = self._writer, []
         try:
             db.execute("BEGIN IMMEDIATE")
-            left_over = list(self._left_over)
-            for work in left_over:
-                work(db)
             for work, future in queued:
                 done.append((future, _attempt(db, work)))
             db.execute("COMMIT")
-            del self._left_over[: len(left_over)]
             self._logged_error = None
         except Exception as error:  # most likely a full disk: nothing of the group was written
             if db.in_transaction:

@@ -35,11 +35,10 @@ from gfgen.server.jobs.files import JobFolder
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.service import JobService, RunFollower
 from gfgen.server.protocol.limits import ServerLimits
-from gfgen.server.protocol.link import CancelJobs, FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
+from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
 from gfgen.server.protocol.server_schemas import served_model
 from gfgen.server.shown.mirror import RunMirror
-from gfgen.server.shown.served_job import ServedJob
 from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.system import machine
 
@@ -143,7 +142,7 @@ def test_a_store_that_is_begun_anew_costs_no_finished_file(service, tmp_path):
     JobFolder(tmp_path).prepare(new)
     new.close()
     kept = {path.name for path in tmp_path.rglob("*_0*")}
-    assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png"}
+    assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png", f"{ids(1)}.webp"}
 
 
 def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store, tmp_path):
@@ -157,8 +156,7 @@ def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store
 
     asyncio.run(note())
     touched(tmp_path, *(f"{name}.mp4" for name in names.values()), "my film.mp4")
-    touched(tmp_path / ".inputs", *names.values(), ids(9))
-    touched(tmp_path / ".thumbnails")
+    touched(tmp_path / ".inputs", *names.values())
     JobFolder(tmp_path).prepare(store)
     assert {path.name for path in tmp_path.glob("*.mp4")} == {
         f"{names['open']}.mp4",
@@ -399,42 +397,6 @@ def test_a_full_disk_is_not_ready_and_says_when_to_ask_again(ready, full_disk):
         assert (answer.status_code, answer.headers["retry-after"]) == (status, "30")
         assert answer.json()["error"]["code"] == "disk_full"
         assert "free some space" in answer.json()["error"]["message"]
-
-
-def test_a_full_disk_keeps_nobody_from_cancelling(ready, store, told, tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(service_module, "RETRY_S", 0.0)
-    control, recorder = simulated_control([make_job("video_1")])
-    control.run()
-
-    async def cancel():
-        await ready.take([asked(picture=None)])
-        assert await ready.cancel(["video_1"]) == ["video_1"]
-
-    asyncio.run(cancel())
-    assert told[-1] == CancelJobs(("video_1",))
-    job = ready.job("video_1").job()
-    assert (job.status, job.warnings) == ("cancelled", [service_module.UNSAVED])
-    assert store.job("video_1").ending is None
-    assert asked_over_http(ready, "DELETE", "/v1/jobs/video_1").json()["deleted"] is False
-    full_disk()
-    (tmp_path / "video_1.mp4").write_bytes(b"was just being written")
-    outcome = replace(recorder.outcomes[0], info=replace(recorder.outcomes[0].info, file="video_1.mp4"))
-    asyncio.run(RunFollower(ready).hear([outcome]))
-    assert store.job("video_1").ending.status == "cancelled"
-    assert not (tmp_path / "video_1.mp4").exists()
-
-
-def test_a_batch_is_cancelled_on_a_full_disk_too(ready, store, full_disk):
-    async def cancel():
-        await store.accept([accepted("a", batch_id="batch")], batch_id="batch", now=100.0)
-        ready.mirror.add([ServedJob(accepted("a", batch_id="batch")[0])])
-        await ready.cancel(["a"], batch_id="batch")
-        assert not store.batch("batch").is_cancelled
-        full_disk()
-        await store.check_writable()
-
-    asyncio.run(cancel())
-    assert (store.batch("batch").is_cancelled, store.batch("batch").cancelled) == (1, 1)
 
 
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):

@@ -30,7 +30,7 @@ from gfgen.job import images
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
 from gfgen.server.protocol.problems import ApiError, bad
 from gfgen.server.protocol.server_schemas import BatchInput, Purpose, UploadedFile
-from gfgen.server.store import JobFacts, Store
+from gfgen.server.store import ENDED, JobFacts, Store
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ THUMBNAIL_SIDE = 320
 MEDIA_TYPES = {".png": "image/png", ".mp4": "video/mp4", ".webp": "image/webp"}
 PICTURE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _INPUTS_NAME, _THUMBNAILS_NAME = ".inputs", ".thumbnails"
-_OWN_ID = re.compile(r"(video|image|job)_[0-9a-f]{24}")
 
 
 class JobFolder:
@@ -127,18 +126,19 @@ class JobFolder:
         _unlink(self._thumbnail(facts.id))
 
     def prepare(self, store: Store) -> None:
-        """Create the folders, and remove what a killed server left of ended and unknown jobs.
+        """Create the folders, and remove what a killed server left of jobs that this store knows as ended.
 
-        A damaged store may be repaired and put back later. So results are removed only if this store knows
-        that their jobs have none, and input pictures only if they are newer than its first job.
+        Files of other jobs stay: a damaged store may be repaired and put back later.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
-        open_ids = {facts.id for facts, _ in store.open_jobs()}
-        _clear(self.inputs, lambda ids: ids - open_ids, made_after=store.first_at)
-        thumbnails, results = (".webp", ".partial"), (".png", ".mp4")
-        _clear(self._thumbnails, lambda ids: ids - store.known(ids, "open", "completed"), suffixes=thumbnails)
-        _clear(self.path, lambda ids: store.known(ids, "cancelled", "failed"), suffixes=results)
+        for folder, statuses in ((self.inputs, ENDED), (self.path, ("cancelled", "failed"))):
+            ids = {path: path.name.partition(".")[0] for path in folder.iterdir()}
+            unwanted = store.known(ids.values(), *statuses)
+            for path, job_id in ids.items():
+                is_own = folder == self.inputs or path.name.removeprefix(job_id) in (".png", ".mp4")
+                if is_own and job_id in unwanted:
+                    _unlink(path)
 
     def _thumbnail(self, job_id: str) -> Path:
         return self._thumbnails / f"{job_id}.webp"
@@ -184,30 +184,6 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("cannot remove %s: %s", path, error.strerror)
-
-
-def _clear(
-    folder: Path,
-    unwanted: Callable[[set[str]], set[str]],
-    *,
-    suffixes: tuple[str, ...] | None = None,
-    made_after: float = 0.0,
-) -> None:
-    """Remove files that are named by an unwanted job id with one of these suffixes, or with any.
-
-    Files from before `made_after` (Unix time) stay.
-    """
-    found = [(path, path.name.partition(".")[0]) for path in folder.iterdir()]
-    found = [(path, job_id) for path, job_id in found if path.stat().st_mtime >= made_after]
-    found = [
-        (path, job_id)
-        for path, job_id in found
-        if (suffixes is None or path.name.removeprefix(job_id) in suffixes) and _OWN_ID.fullmatch(job_id)
-    ]
-    gone = unwanted({job_id for _, job_id in found})
-    for path, job_id in found:
-        if job_id in gone:
-            path.unlink(missing_ok=True)
 
 
 class StoredFile(FileResponse):

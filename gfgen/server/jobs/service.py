@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
-UNSAVED = "the disk is full: if the server stops before there is room, the next start continues the job"
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
@@ -236,12 +235,7 @@ class JobService:
             for job_id in job_ids
             if job_id in mirror.records
         ]
-        firsts = await self.store.cancel(endings, batch_id=batch_id) if endings else []
-        if firsts is None:  # what it frees must not wait for room
-            firsts = [True] * len(endings)
-            for record in filter(None, [mirror.records.get(ending.id) for ending in endings]):
-                record.facts = replace(record.facts, warnings=(*record.facts.warnings, UNSAVED))
-            logger.warning("cancelled %s: %s", counted(len(endings), "job"), UNSAVED)
+        firsts = await self.store.end_all(endings, cancelled_batch=batch_id) if endings else []
         cancelled = [ending for ending, is_first in zip(endings, firsts, strict=True) if is_first]
         for ending in cancelled:
             self.note_end(ending)
