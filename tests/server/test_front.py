@@ -120,7 +120,7 @@ def test_a_full_disk_at_the_start_is_waited_for(service, store, told, tmp_path, 
 
     asyncio.run(begin())
     assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
-    assert len(refusals) == 4
+    assert len(refusals) == 2
     assert told == [OpenJobIds(())]
 
 

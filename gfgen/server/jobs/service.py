@@ -11,12 +11,13 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from gfgen.errors import OutputError, Problem
+from gfgen.errors import OutputError
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
+Admitted = tuple[RequestedJob, AdmittedJob]
 _ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
@@ -110,24 +112,27 @@ class JobService:
 
         Raises: ApiError or OutputError if they are not accepted; then nothing is stored.
         """
-        if key is not None and (taken := self.store.request(key, now=self.now())):
-            return _same(taken)
-        run_info = self.check_ready()
-        async with self._reserved(len(requested)):
-            try:
-                jobs = await self._admitted(requested, run_info)
-                await self._accept(jobs, batch_id=None, key=key)
-            except Exception as error:  # not CancelledError: the jobs may have been accepted all the same
-                self.folder.remove_inputs(requested)
-                if isinstance(error, KeyTakenError):
-                    return _same(error)
-                raise
-        return [job.job_id for _, job in jobs]
+
+        async def admitted(admit: link.Admit) -> Sequence[Admitted]:
+            if not any(one.has_inputs for one in requested):
+                return job_requests.admitted(requested, admit)
+            with_pictures = [await self.folder.save_input(one) for one in requested]
+            return await asyncio.to_thread(job_requests.admitted, with_pictures, admit)
+
+        ids: list[str] = []
+        try:
+            ids = await self._take(len(requested), admitted, batch_id=None, key=key)
+        except asyncio.CancelledError:  # the jobs may have been accepted all the same
+            ids = [one.spec.id for one in requested]
+            raise
+        finally:
+            self.folder.remove_inputs(one for one in requested if one.spec.id not in ids)
+        return ids
 
     async def take_batch(
         self,
         num_jobs: int,
-        admitted: Callable[[link.Admit], Sequence[tuple[RequestedJob, AdmittedJob]]],
+        admitted: Callable[[link.Admit], Sequence[Admitted]],
         *,
         batch_id: str,
         key: RequestKey | None,
@@ -137,20 +142,33 @@ class JobService:
         Returns the batch's id, or the id of the batch that an earlier request with this key created.
         Raises: as `take`, and what `admitted` raises.
         """
+        (taken_id,) = await self._take(
+            num_jobs, partial(asyncio.to_thread, admitted), batch_id=batch_id, key=key
+        )
+        return taken_id
+
+    async def _take(
+        self,
+        num_jobs: int,
+        admitted: Callable[[link.Admit], Awaitable[Sequence[Admitted]]],
+        *,
+        batch_id: str | None,
+        key: RequestKey | None,
+    ) -> list[str]:
         if key is not None and (taken := self.store.request(key, now=self.now())):
-            return _same(taken)[0]
+            return _same(taken)
         run_info = self.check_ready()
         async with self._reserved(num_jobs):
-            jobs = await asyncio.to_thread(admitted, self._owned(run_info.admit))
+            jobs = await admitted(self._owned(run_info.admit))
             try:
                 await self._accept(jobs, batch_id=batch_id, key=key)
-            except KeyTakenError as taken:
-                return _same(taken)[0]
-        return batch_id
+            except KeyTakenError as error:
+                return _same(error)
+        return [job.job_id for _, job in jobs] if batch_id is None else [batch_id]
 
     async def _accept(
         self,
-        jobs: Sequence[tuple[RequestedJob, AdmittedJob]],
+        jobs: Sequence[Admitted],
         *,
         batch_id: str | None,
         key: RequestKey | None,
@@ -170,15 +188,6 @@ class JobService:
                 record.has_previews = self.previews.add(job)
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
             self.send(link.SubmitJobs(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
-
-    async def _admitted(
-        self, requested: Sequence[RequestedJob], run_info: link.RunInfo
-    ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
-        """The admitted jobs; their pictures are checked and saved."""
-        if not any(one.has_inputs for one in requested):
-            return job_requests.admitted(requested, self._owned(run_info.admit))
-        with_pictures = [await self.folder.save_input(one) for one in requested]
-        return await asyncio.to_thread(job_requests.admitted, with_pictures, self._owned(run_info.admit))
 
     def _owned(self, admit: link.Admit) -> link.Admit:
         """Admission that marks the jobs as those of this key."""
@@ -357,19 +366,33 @@ class RunFollower:
             await self._note_ends(outcomes)
 
     async def _open(self, run_info: link.RunInfo) -> None:
-        """The run is ready: submit the open jobs of the store, except those that are done or impossible."""
-        await self._note_finished_files()
-        records, jobs = [], []
+        """The run is ready: submit the open jobs of the store, except those that are done or impossible.
+
+        A job whose file exists is done: a server that was killed could not record it. If only this process
+        was killed, the run soon sends the full outcome, which is then added.
+        """
+        records, jobs, endings = [], [], []
         for facts, spec in self._store.open_jobs():
-            resumed = job_requests.resumed_spec(
-                facts, spec, inputs=self._folder.inputs, now=self._service.now()
-            )
+            if (stat := self._folder.result_stat(facts)) is not None:
+                met = None if facts.deadline_at is None else stat.st_mtime <= facts.deadline_at
+                at, size_bytes = max(stat.st_mtime, facts.created_at), stat.st_size
+                endings.append(Ending(facts.id, "completed", at, None, size_bytes, met, facts.steps))
+                continue
+            now = self._service.now()
+            resumed = job_requests.resumed_spec(facts, spec, inputs=self._folder.inputs, now=now)
             admitted, problems = run_info.admit_again([resumed])
-            if problems:
-                await self._refuse(facts, problems)
+            if problems:  # an earlier server accepted it
+                text = "; ".join(str(problem) for problem in problems[:5])
+                logger.warning("job %s cannot be resumed: %s", facts.id, text)
+                code, text = "cannot_be_done", without_folders(text)
+                endings.append(Ending(facts.id, "failed", now, error_code=code, error_message=text))
             else:
                 records.append(ServedJob(facts))
                 jobs.append(admitted[0])
+        firsts = await self._end_all(endings) if endings else []
+        for ending, is_first in zip(endings, firsts, strict=True):
+            if is_first and (record := self._service.job(ending.id)) is not None:
+                self._service.on_end(record)
         for owner in (None, *self._service.keys):
             ended = self._store.jobs(limit=MAX_SHOWN_FINISHED, has_ended=True, owner=owner, is_by_end=True)
             self._mirror.finished_of(owner).extend(map(self._service.served, ended))
@@ -378,48 +401,6 @@ class RunFollower:
         self._service.send(link.OpenJobIds(tuple(job.job_id for job in jobs)))
         if jobs:
             logger.info("resuming %s", counted(len(jobs), "open job"))
-
-    async def _note_finished_files(self) -> None:
-        """Record jobs as completed if their file exists: a server that was killed could not record it.
-
-        If only this process was killed, the run soon sends their full outcomes, which are then added.
-        """
-        endings = []
-        for facts, _ in self._store.open_jobs():
-            stat = self._folder.result_stat(facts)
-            if stat is None:
-                continue
-            met = None if facts.deadline_at is None else stat.st_mtime <= facts.deadline_at
-            endings.append(
-                Ending(
-                    facts.id,
-                    "completed",
-                    completed_at=max(stat.st_mtime, facts.created_at),
-                    size_bytes=stat.st_size,
-                    met_deadline=met,
-                    step=facts.steps,
-                )
-            )
-        await self._end_unseen(endings)
-
-    async def _refuse(self, facts: JobFacts, problems: Sequence[Problem]) -> None:
-        """Fail a job that an earlier server accepted and this one cannot run."""
-        text = "; ".join(str(problem) for problem in problems[:5])
-        logger.warning("job %s cannot be resumed: %s", facts.id, text)
-        ending = Ending(
-            facts.id,
-            "failed",
-            self._service.now(),
-            error_code="cannot_be_done",
-            error_message=without_folders(text),
-        )
-        await self._end_unseen([ending])
-
-    async def _end_unseen(self, endings: Sequence[Ending]) -> None:
-        firsts = await self._end_all(endings) if endings else []
-        for ending, is_first in zip(endings, firsts, strict=True):
-            if is_first and (record := self._service.job(ending.id)) is not None:
-                self._service.on_end(record)
 
     async def _note_ends(self, outcomes: Sequence[JobOutcome]) -> None:
         endings = [self._ending(outcome) for outcome in outcomes]
