@@ -374,7 +374,9 @@ class Store:
         except Exception as error:  # most likely a full disk: nothing of the group was written
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            self._log_failure(error)
+            if str(error) != self._logged_error:  # clients retry, and the log may be on the same disk
+                logger.error("cannot write %s: %s; requests are refused until then", self._path, error)
+            self._logged_error = str(error)
             reason = OutputError(f"cannot write {self._path.name} ({error}); free some space and retry")
             done = [(future, reason) for _, future in queued]
         for future, result in done:
@@ -384,12 +386,6 @@ class Store:
                 future.set_exception(result)
             else:
                 future.set_result(result)
-
-    def _log_failure(self, error: Exception) -> None:
-        """Log a reason once until a write succeeds: clients retry, and the log may be on the same disk."""
-        if str(error) != self._logged_error:
-            logger.error("cannot write %s: %s; requests are refused until writes succeed", self._path, error)
-        self._logged_error = str(error)
 
 
 def used_rank_s(store: Store, owner: str | None, *, day: int) -> float:
@@ -448,9 +444,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:
     if taken := _request(db, key, now):
         raise taken
-    row = (key.key, key.fingerprint, json.dumps(list(ids)), now)
-    sql = "INSERT OR REPLACE INTO requests (key, fingerprint, ids, created_at) VALUES (?, ?, ?, ?)"
-    db.execute(sql, row)
+    names, row = "key, fingerprint, ids, created_at", (key.key, key.fingerprint, json.dumps(list(ids)), now)
+    db.execute(f"INSERT OR REPLACE INTO requests ({names}) VALUES (?, ?, ?, ?)", row)
 
 
 def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenError | None:
@@ -465,36 +460,22 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     names = [name for name in values if name != "id"]
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
     row = db.execute(f"{sql} WHERE id = :id AND status = 'open' RETURNING batch_id", values).fetchone()
-    if row is not None or _add_to_end(db, values):
-        _note_use(db, ending)
-    if row is None:
-        return False
-    if row[0] is not None:
-        db.execute(
-            f"UPDATE batches SET {ending.status} = {ending.status} + 1, missed = missed + ? WHERE id = ?",
-            (ending.met_deadline is False, row[0]),
-        )
-        db.execute(
-            "UPDATE batches SET completed_at = ? WHERE id = ? AND completed + failed + cancelled = total",
-            (ending.completed_at, row[0]),
-        )
-    return True
-
-
-def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-    """Add the run's details to an ending that was recorded without them, for example by a cancel."""
-    if values["manifest"] is None:
-        return False
-    sql = "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
-    sql += "WHERE id = :id AND status = :status AND manifest IS NULL"
-    return db.execute(sql, values).rowcount > 0
-
-
-def _note_use(db: sqlite3.Connection, ending: Ending) -> None:
-    timings = (ending.manifest or {}).get("timings") or {}
-    row = (int(ending.completed_at // DAY_S), timings.get("rank_s") or 0.0, ending.id)
-    sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
-    db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", row)
+    is_first = is_new = row is not None
+    if not is_first and ending.manifest is not None:  # it ended without the run's details, as a cancel does
+        sql = "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
+        sql += "WHERE id = :id AND status = :status AND manifest IS NULL"
+        is_new = db.execute(sql, values).rowcount > 0
+    if is_new:
+        timings = (ending.manifest or {}).get("timings") or {}
+        use = (int(ending.completed_at // DAY_S), timings.get("rank_s") or 0.0, ending.id)
+        sql = "INSERT INTO usage SELECT owner, ?, ? FROM jobs WHERE id = ? AND owner IS NOT NULL "
+        db.execute(f"{sql} ON CONFLICT (owner, day) DO UPDATE SET rank_s = rank_s + excluded.rank_s", use)
+    if is_first and row[0] is not None:
+        sql = f"UPDATE batches SET {ending.status} = {ending.status} + 1, missed = missed + ? WHERE id = ?"
+        db.execute(sql, (ending.met_deadline is False, row[0]))
+        sql = "UPDATE batches SET completed_at = ? WHERE id = ? AND completed + failed + cancelled = total"
+        db.execute(sql, (ending.completed_at, row[0]))
+    return is_first
 
 
 _PATHS = ", ".join(f"'$.{name}'" for name in _READ)
