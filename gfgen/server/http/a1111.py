@@ -27,7 +27,7 @@ from gfgen.job.fields import MAX_STEPS
 from gfgen.job.samplers import SCHEDULES, known_sampler
 from gfgen.job.spec import RANDOM_SEED, UPSCALE_FIELDS, drawn
 from gfgen.job.weighted import AUTO
-from gfgen.server.http.bodies import Body, documented
+from gfgen.server.http.bodies import Body, check_size, documented
 from gfgen.server.http.routes_images import finished, take_images
 from gfgen.server.http.routes_jobs import Service
 from gfgen.server.jobs import files
@@ -232,8 +232,7 @@ async def image_to_image(request: Request, service: Service) -> Response:
 async def _values(request: Request, service: JobService) -> dict[str, Any]:
     values = await asyncio.to_thread(json_object, await request.body())
     rest = {name: value for name, value in values.items() if name != "init_images"}
-    if len(json.dumps(rest)) > service.limits.json_bytes:
-        raise ApiError(413, f"the request exceeds {service.limits.json_bytes:,} bytes without its picture")
+    check_size(rest, service.limits.json_bytes)
     return values
 
 

@@ -236,7 +236,7 @@ async def _from_form(
             pictures[param].append(await asyncio.to_thread(picture_content, named, reading, param=param))
     _check_number(files, most, file_name)
     _check_number(masks, 1, "mask")
-    _check_size(values, service.limits.json_bytes)
+    check_size(values, service.limits.json_bytes)
     return Body(values, files, filename, uploads, masks[0] if masks else None)
 
 
@@ -258,7 +258,7 @@ def _from_json(
     tools = values.get("tools") if picture_name == INPUT else None
     for tool in tools if isinstance(tools, list) else ():
         mask = tool.pop("input_image_mask", mask) if isinstance(tool, dict) else mask
-    _check_size(values, json_bytes)
+    check_size(values, json_bytes)
     pictures = [picture_content(each, read_file, param=picture_name) for each in given]
     read_mask = None if mask is None else picture_content(mask, read_file, param="mask")
     return Body(values, pictures, mask=read_mask, earlier=earlier)
@@ -269,7 +269,8 @@ def _check_number(pictures: Sequence[Any], most: int, name: str) -> None:
         raise ApiError(400, f"{name}: {len(pictures)} files; at most {most} can be given", param=name)
 
 
-def _check_size(values: Mapping[str, Any], json_bytes: int) -> None:
+def check_size(values: Mapping[str, Any], json_bytes: int) -> None:
+    """Raises: ApiError"""
     if len(json.dumps(values)) > json_bytes:
         raise _too_large(json_bytes)
 

@@ -95,7 +95,7 @@ class RequestGuard:
         try:
             self._check(scope, headers)
             scope[_ACCESS] = await self._access(scope, headers)
-            body = _BoundedBody(receive, headers, self._limits)
+            body = _bounded(receive, headers, self._limits)
         except ApiError as error:
             await error.response()(scope, receive, sending)
             return
@@ -159,25 +159,22 @@ class RequestGuard:
         return self._keys.by_signature(QueryParams(scope["query_string"]).get("signature", ""), found[1])
 
 
-class _BoundedBody:
-    def __init__(self, receive: Receive, headers: Headers, limits: ServerLimits) -> None:
-        self._receive = receive
-        self._left = limits.body_bytes
-        self._limits = limits
-        length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
-            raise _too_large(limits)
+def _bounded(receive: Receive, headers: Headers, limits: ServerLimits) -> Receive:
+    """Receives a body up to the limit. Raises: ApiError beyond, at once if the request says its length."""
+    text = f"the request exceeds {limits.body_bytes:,} bytes"
+    length, left = headers.get("content-length", "0"), limits.body_bytes
+    if not (length.isascii() and length.isdigit()) or int(length[:20]) > left:
+        raise ApiError(413, text, headers={"Connection": "close"})
 
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise _too_large(self._limits)
+    async def bounded() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise ApiError(413, text, headers={"Connection": "close"})
         return message
 
-
-def _too_large(limits: ServerLimits) -> ApiError:
-    return ApiError(413, f"the request exceeds {limits.body_bytes:,} bytes", headers={"Connection": "close"})
+    return bounded
 
 
 class _Secured:

@@ -138,13 +138,11 @@ class RunMirror:
 
     def _dispatched(self, dispatch: Dispatch) -> None:
         self.run.dispatched(dispatch)
-        record = self.records.get(dispatch.task.job_id)
-        if record is not None:
-            self._job_dispatched(record, dispatch)
-            self.metrics.dispatched(dispatch, record.facts.model)
-
-    def _job_dispatched(self, record: ServedJob, dispatch: Dispatch) -> None:
         task, layout, at = dispatch.task, dispatch.layout, self.run.at(dispatch.submitted_s)
+        record = self.records.get(task.job_id)
+        if record is None:
+            return
+        self.metrics.dispatched(dispatch, record.facts.model)
         is_first = record.started_at is None
         has_moved = record.layout != layout
         is_new_stage = record.stage is not task.stage
@@ -274,7 +272,8 @@ class RunMirror:
             for job_id, record in self.records.items()
             if record.view is not None and not record.is_writing
         }
-        now, running = self.now(), self.run.running_tasks()
+        now, run = self.now(), self.run
+        running = [RunningTask(d.task, d.layout, run.at(d.predicted_end_s)) for d in run.running.values()]
         ranks = [rank.rank for rank in self.run.ranks.values() if rank.phase == "ready"]
         predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.run.deciding)
         queued = [job_id for job_id in predicted.starts_s if self.records[job_id].status == "queued"]
@@ -312,7 +311,7 @@ class RunMirror:
             models=self.models(),
             ranks=self.ranks(now, owner),
             timeline=self.run.bars(now, owner),
-            open=[record.shown() for record in _shown_open(opened)],
+            open=[record.shown() for record in sorted(opened, key=_place)[:MAX_SHOWN_OPEN]],
             num_open=len(opened),
             max_open=self._max_open,
             finished=[record.shown() for record in self.finished_of(owner)],
@@ -326,12 +325,10 @@ class RunMirror:
         return [] if self.run_info is None else list(self.run_info.models)
 
 
-def _shown_open(records: Sequence[ServedJob]) -> list[ServedJob]:
-    started = [r for r in records if r.status == "in_progress"]
-    queued = [r for r in records if r.status == "queued"]
-    started.sort(key=lambda r: r.started_at or 0.0)
-    queued.sort(key=lambda r: r.position or 10**9)
-    return [*started, *queued][:MAX_SHOWN_OPEN]
+def _place(record: ServedJob) -> tuple[bool, float]:
+    """Started jobs come first."""
+    is_queued = record.status == "queued"
+    return is_queued, record.position or math.inf if is_queued else record.started_at or 0.0
 
 
 def _is_notable(before: float | None, after: float, now: float) -> bool:
@@ -378,7 +375,10 @@ class Timeline(RunView):
             for rank in ranks:
                 at = self.at(times[rank].ended_s if rank in times else event.time_s)
                 if rank in times:
-                    self._note_use(rank, times[rank].busy_s, at)
+                    use = self._busy_s[rank]
+                    use[int(at)] += times[rank].busy_s
+                    while len(use) > 2 * USE_S:
+                        del use[next(iter(use))]
                 if rank in begun:
                     self._end(rank, at)
 
@@ -386,12 +386,6 @@ class Timeline(RunView):
         for number, end_s in ends:
             if number in self.running:
                 self.running[number] = replace(self.running[number], predicted_end_s=end_s)
-
-    def _note_use(self, rank: int, busy_s: float, ended_at: float) -> None:
-        use = self._busy_s[rank]
-        use[int(ended_at)] += busy_s
-        while len(use) > 2 * USE_S:
-            del use[next(iter(use))]
 
     def _begin(self, rank: int, dispatch: Dispatch, at: float) -> None:
         """The first dispatch of the queue starts: it extends the last bar, or a new bar begins."""
@@ -433,9 +427,6 @@ class Timeline(RunView):
     def _owner_of(self, job_id: str) -> str | None:
         facts = self._facts_of(job_id)
         return None if facts is None else facts.owner
-
-    def running_tasks(self) -> list[RunningTask]:
-        return [RunningTask(d.task, d.layout, self.at(d.predicted_end_s)) for d in self.running.values()]
 
     def rank_views(self, now: float, owner: str | None, *, since: float) -> Iterator[server_schemas.Rank]:
         """The ranks, with their tasks for one owner or for all; utilisation counts from `since`."""

@@ -139,6 +139,9 @@ class ServedJob:
     def _make_job(self) -> Job:
         facts, ending, url = self.facts, self.ending, self.content_url
         made = {} if ending is None else ending.manifest or {}
+        took_s = None
+        if ending is not None and ending.status == "completed" and ending.started_at is not None:
+            took_s = round(ending.completed_at - ending.started_at, 3)
         timings = made.get("timings") or {"rank_s": self.rank_s}
         shown: dict[str, Any] = {name: made.get(name) for name in SHOWN}
         has_preview = self.has_previews and self.status == "in_progress" and self.step >= FIRST_STEP
@@ -163,7 +166,7 @@ class ServedJob:
             predicted_completion_at=rounded(self.predicted_end_at),
             deadline_at=rounded(facts.deadline_at),
             will_meet_deadline=self.will_meet_deadline,
-            inference_time_s=self._inference_s(),
+            inference_time_s=took_s,
             stage_durations=timings.get("stages_s"),
             rank_s=round(timings.get("rank_s") or 0.0, 3),
             **shown,
@@ -183,11 +186,6 @@ class ServedJob:
             seconds = f"{frames / (facts.fps or 1):.3f}"  # clients read it as "5.063" or "4"
             size["seconds"] = seconds.rstrip("0").rstrip(".")
         return size
-
-    def _inference_s(self) -> float | None:
-        if self.status != "completed" or self.ending is None or self.ending.started_at is None:
-            return None
-        return round(self.ending.completed_at - self.ending.started_at, 3)
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
         event = server_schemas.JobEvent(

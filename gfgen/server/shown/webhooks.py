@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from gfgen.errors import in_one_line
 from gfgen.server.protocol.limits import ApiOptions
@@ -116,24 +116,19 @@ class Webhooks:
 
 
 def check_webhook(url: str, hosts: Collection[str]) -> None:
+    """`hosts` are as in --webhook-host: a host alone stands for the usual ports."""
     try:
         found = urlsplit(url)
-        is_allowed = url.isascii() and "\\" not in url and found.scheme in _PORTS
-        is_allowed = is_allowed and bool(found.hostname) and found.username is None
-        is_allowed = is_allowed and not {_place(found), _place(found, short=True)}.isdisjoint(hosts)
+        host = f"[{found.hostname}]" if ":" in (found.hostname or "") else found.hostname
+        port = found.port or _PORTS.get(found.scheme)
+        is_allowed = url.isascii() and "\\" not in url and found.scheme in _PORTS and found.username is None
+        is_listed = f"{host}:{port}" in hosts or (host in hosts and port in _PORTS.values())
     except ValueError:  # a port that is no number, half an IPv6 address
-        is_allowed = False
-    if not is_allowed:
+        is_allowed = is_listed = False
+    if not (is_allowed and is_listed):
         allowed = ", ".join(sorted(hosts)) or "none; see gfgen serve --webhook-host"
         reason = f"webhook: this host is not allowed; allowed: {allowed}"
         raise ApiError(400, reason, param="webhook", code="webhook_not_allowed")
-
-
-def _place(url: SplitResult, *, short: bool = False) -> str:
-    """HOST:PORT as in --webhook-host, or `short` the host alone, which stands for the usual ports."""
-    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else str(url.hostname)
-    port = url.port or _PORTS[url.scheme]
-    return host if short and port in _PORTS.values() else f"{host}:{port}"
 
 
 def secret_bytes(text: str) -> bytes | None:
