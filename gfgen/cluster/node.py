@@ -143,10 +143,6 @@ AT_ONCE = 2
 """Jobs that a node gets before others with room get some; with more, the longest ones end on one node."""
 
 
-Patience = tuple[int, float, float]
-"""Precedence, deadline, time left. The largest lets others overtake it first, whatever the policy."""
-
-
 class HandOut:
     """The policy of the driver: `decide` gives jobs lanes of nodes, and asks the run's policy node by node.
 
@@ -177,9 +173,10 @@ class HandOut:
         rooms = self._rooms(snapshot, handed)
         decisions: list[Decision] = []
         if rooms:
-            slot = max(rooms, key=lambda slot: (rooms[slot] / self._num_ranks(slot), -slot))
+            nodes = self._fleet.nodes
+            slot = max(rooms, key=lambda slot: (rooms[slot] / nodes[slot].num_ranks, -slot))
             share = math.ceil(len(snapshot.open) / len(rooms))
-            if len(handed[slot]) >= self._num_ranks(slot):
+            if len(handed[slot]) >= nodes[slot].num_ranks:
                 share = min(share, AT_ONCE)
             decisions = self._next_jobs(snapshot, slot, rooms[slot])[:share]
             self.wants_turn = bool(decisions) and (len(rooms) > 1 or rooms[slot] > len(decisions))
@@ -224,7 +221,7 @@ class HandOut:
 
     def _next_jobs(self, snapshot: Snapshot, slot: int, room: int) -> list[Decision]:
         """What the policy would start on a node with this many free ranks, on lanes of that node."""
-        num_ranks = self._num_ranks(slot)
+        num_ranks = self._fleet.nodes[slot].num_ranks
         chosen = self._chosen(_of_node(snapshot, num_ranks, num_free=min(room, num_ranks)))
         return self._on_lanes(snapshot, slot, chosen[:room])
 
@@ -244,40 +241,39 @@ class HandOut:
     def _overtake(
         self, snapshot: Snapshot, handed: Mapping[int, Mapping[str, RunningTask]]
     ) -> list[Decision]:
-        full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < self._most(slot)]
-        if not full:
+        num_ranks = {slot: node.num_ranks for slot, node in self._fleet.nodes.items()}
+        # Beyond this, all that a node runs have overtaken others.
+        full = [slot for slot, jobs in handed.items() if 0 < len(jobs) < (MAX_AHEAD + 2) * num_ranks[slot]]
+        first = self._chosen(_of_node(snapshot, num_ranks[full[0]], num_free=1))[:1] if full else []
+        if not first:
             return []
-        first = self._chosen(_of_node(snapshot, self._num_ranks(full[0]), num_free=1))[:1]
-        patience = {slot: self._most_patient(handed[slot].values(), snapshot.now_s) for slot in full}
-        fit = [slot for slot in full if first and _may_go_before(_patience(first[0]), patience[slot])]
+        now_s = snapshot.now_s
+        patience = {slot: max(self._patience(task, now_s) for task in handed[slot].values()) for slot in full}
+        # Some policy might prefer a job that is ahead in one respect at least.
+        own = first[0].precedence, first[0].deadline_s, first[0].remaining_s
+        fit = [slot for slot in full if any(x < y for x, y in zip(own, patience[slot], strict=True))]
         if not fit:
             return []
-        slot = max(fit, key=lambda slot: (-len(handed[slot]) / self._num_ranks(slot), patience[slot]))
-        there = [self._view_of(task, snapshot.now_s) for task in handed[slot].values()]
+        slot = max(fit, key=lambda slot: (-len(handed[slot]) / num_ranks[slot], patience[slot]))
+        there = [self._view_of(task, now_s) for task in handed[slot].values()]
         asked = {view.job_id: view for view in (*there, *first)}
-        alone, num_ranks = replace(snapshot, open=asked, orders=None), self._num_ranks(slot)
-        if first[0] not in self._chosen(_of_node(alone, num_ranks, num_free=num_ranks)):
+        alone = _of_node(
+            replace(snapshot, open=asked, orders=None), num_ranks[slot], num_free=num_ranks[slot]
+        )
+        if first[0] not in self._chosen(alone):
             return []
         self.wants_turn = True
         return self._on_lanes(snapshot, slot, first)
 
-    def _num_ranks(self, slot: int) -> int:
-        return self._fleet.nodes[slot].num_ranks
-
-    def _most_patient(self, running: Iterable[RunningTask], now_s: float) -> Patience:
-        return max(
-            (given.precedence, given.deadline_s, _left_s(given, task, now_s))
-            for task in running
-            for given in [self._given[task.task.job_id]]
-        )
-
-    def _most(self, slot: int) -> int:
-        """Jobs on a node when all that it runs have overtaken others."""
-        return (MAX_AHEAD + 2) * self._num_ranks(slot)
-
     def _view_of(self, running: RunningTask, now_s: float) -> JobView:
+        _, _, left_s = self._patience(running, now_s)
+        return replace(self._given[running.task.job_id], remaining_s=left_s, last_layout=Layout.single(0))
+
+    def _patience(self, running: RunningTask, now_s: float) -> tuple[int, float, float]:
+        """Precedence, deadline, time left. The largest lets others overtake it first, whatever the policy."""
         given = self._given[running.task.job_id]
-        return replace(given, remaining_s=_left_s(given, running, now_s), last_layout=Layout.single(0))
+        left_s = min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
+        return given.precedence, given.deadline_s, left_s
 
 
 def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
@@ -293,16 +289,3 @@ def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
         islands=(tuple(range(num_ranks)),),
         max_degree=min(num_ranks, MAX_RANKS),
     )
-
-
-def _left_s(given: JobView, running: RunningTask, now_s: float) -> float:
-    return min(given.remaining_s, max(0.0, running.predicted_end_s - now_s))
-
-
-def _patience(job: JobView) -> Patience:
-    return job.precedence, job.deadline_s, job.remaining_s
-
-
-def _may_go_before(first: Patience, other: Patience) -> bool:
-    """Whether some policy might prefer it: it is ahead in one respect at least."""
-    return any(mine < its for mine, its in zip(first, other, strict=True))

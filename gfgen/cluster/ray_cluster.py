@@ -8,6 +8,7 @@ import math
 import os
 import queue
 import select
+import shutil
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from gfgen.cluster.node import NodeJoined, NodeLost, Report
-from gfgen.cluster.ray_node import POLL_S, SILENCE_S, RayNode, RayOptions, original, remove_shared, said
+from gfgen.cluster.ray_node import POLL_S, SHARED_NAME, SILENCE_S, RayNode, RayOptions, original, said
 from gfgen.errors import InputError, ModelError, WorkerError, in_one_line
 from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.clock import Clock
@@ -96,7 +97,7 @@ class RayCluster:
         for thread in threads:
             thread.join(2 * SILENCE_S)
         if self.options.is_shared:
-            remove_shared(self.options.output_dir)
+            shutil.rmtree(self.options.output_dir / SHARED_NAME, ignore_errors=True)
         if self.options.scales:
             self._want(0)
         self.ray.shutdown()

@@ -44,6 +44,8 @@ _THREADS = 8
 CHUNK_BYTES = 8 * 2**20
 """Two of them are in the driver's memory at a time: the one that comes, and the one that is written."""
 
+SHARED_NAME = ".nodes"
+"""The folder in the output folder into which nodes write, where they share it."""
 Read = Callable[[str, int, int], bytes]
 """(file, offset, size) -> a part of a file of the node."""
 
@@ -107,7 +109,9 @@ class RayNode:
         ray = self._cluster.ray
         options = self._cluster.options
         if options.is_shared:
-            self._shared = make_shared(options.output_dir.absolute(), self.name)
+            self._shared = options.output_dir.absolute() / SHARED_NAME / self.name
+            shutil.rmtree(self._shared, ignore_errors=True)
+            self._shared.mkdir(parents=True)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.ray_id, soft=False)
         self.actor = (
             ray.remote(NodeActor)
@@ -124,11 +128,11 @@ class RayNode:
             versions, ranks = ray.get(self.actor.facts.remote(), timeout=START_S)
         except ray.exceptions.GetTimeoutError:
             raise InputError(f"its GPUs or CPUs are in use by others for {START_S:g} s") from None
-        own = versions_here()
-        wrong = [f"{name} {versions.get(name, 'none')}" for name in own if own[name] != versions.get(name)]
+        wrong = {name: own for name, own in versions_here().items() if own != versions.get(name)}
         if wrong:
-            named = ", ".join(f"{name} {own[name]}" for name in own if own[name] != versions.get(name))
-            raise InputError(f"it has {', '.join(wrong)} and the driver {named}: install the same")
+            its = ", ".join(f"{name} {versions.get(name, 'none')}" for name in wrong)
+            ours = ", ".join(f"{name} {own}" for name, own in wrong.items())
+            raise InputError(f"it has {its} and the driver {ours}: install the same")
         self.ranks = ranks
         self._ahead_s = self._measured_ahead_s()
 
@@ -306,14 +310,3 @@ class FileDelivery:
 
     def _on_node(self, name: str) -> str:
         return str(Path(attempt_folder(self._attempt), self._job.info.file).with_name(name))
-
-
-def make_shared(output_dir: Path, name: str) -> Path:
-    folder = output_dir / ".nodes" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def remove_shared(output_dir: Path) -> None:
-    shutil.rmtree(output_dir / ".nodes", ignore_errors=True)
