@@ -22,7 +22,7 @@ from gfgen.runtime.core.effects import tell_of_warnings, warnings_of_texts
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, read_taken
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids
-from gfgen.runtime.files.lock import Holder, holder_of
+from gfgen.runtime.files.lock import holder_of
 from gfgen.runtime.files.manifest import SIMULATED, WATCHED_NAME
 from gfgen.session.live import read_live, send_request
 from gfgen.system.wording import counted, in_words, on_clock
@@ -206,13 +206,14 @@ class RunFolder:
         holder, record = holder_of(self._folder), read_live(self._folder)
         if holder is None:
             return self._past(record)
-        if record is None or not _is_of(record, holder):
+        is_its_own = record is not None and record.get("pid") == holder.pid
+        if record is None or not is_its_own or record.get("state") not in ("running", "stopping"):
             return RunStatus(target=self._name, kind="run", state="loading", pid=holder.pid)
         deciding = record["deciding"]
         policy = record["policy"] if deciding == record["policy"] else f"{record['policy']} ({deciding})"
-        return RunStatus(
-            target=self._name, kind="run", policy=policy, **{name: record[name] for name in _KEPT}
-        )
+        names = ("state", "pid", "started_at", "written_at", "watched", "counts", "ends_at")
+        kept = {name: record[name] for name in (*names, "ranks", "jobs", "recent")}
+        return RunStatus(target=self._name, kind="run", policy=policy, **kept)
 
     def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
         lines = ManifestIndex(self._folder)
@@ -295,7 +296,7 @@ class RunFolder:
             if (path.name, key) in read_taken(self._folder / WATCHED_NAME):
                 text = f"{self._name} took {counted(num_jobs, 'job')} as {path}"
                 return Submitted(num_jobs, text, _report_of(report)[1:])
-            if _report_of(report)[:1] and "no job was started" in _report_of(report)[0]:
+            if "no job was started" in "".join(_report_of(report)[:1]):
                 time.sleep(LOOK_S)  # until it is complete
                 problems = _report_of(report)
                 for each in (path, report):
@@ -306,23 +307,12 @@ class RunFolder:
         return Submitted(num_jobs, f"{counted(num_jobs, 'job')} are in {path}; the run has not taken it yet")
 
 
-_KEPT = (
-    *("state", "pid", "started_at", "written_at", "watched"),
-    *("counts", "ends_at", "ranks", "jobs", "recent"),
-)
-
-
 def selected_jobs(source: JobSource) -> ParsedJobs:
     parsed = source.read()
     if parsed.problems:
         raise JobFileError(parsed.source, parsed.problems)
     tell_of_warnings((spec, warnings_of_texts(spec)) for spec in parsed.specs)
     return parsed
-
-
-def _is_of(record: Mapping[str, Any], holder: Holder) -> bool:
-    """Whether the run that holds the folder has written this record, and goes on."""
-    return record.get("pid") == holder.pid and record.get("state") in ("running", "stopping")
 
 
 def _file_name(source: JobSource) -> str:

@@ -190,6 +190,7 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
     records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
     made_of = service.uploads.batch(row.id)
     num_refused = 0 if made_of is None else len(made_of.failures)
+    num_failed = row.failed + num_refused
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
     return server_schemas.Batch(
@@ -200,14 +201,16 @@ def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = No
         request_counts=server_schemas.RequestCounts(
             total=row.total + num_refused,
             completed=row.completed,
-            failed=row.failed + num_refused,
+            failed=num_failed,
             cancelled=row.cancelled,
         ),
         predicted_completion_at=max(known_ends) if ends and len(known_ends) == len(ends) else None,
         num_late=row.missed + sum(r.will_meet_deadline is False for r in records),
         manifest_url=f"/v1/batches/{row.id}/manifest",
         skipped=skipped,
-        **({} if made_of is None else upload_fields(row, made_of)),
+        **({} if made_of is None else made_of.request.model_dump()),
+        output_file_id=f"{_OUTPUT}{row.id}" if is_over and made_of and row.completed else None,
+        error_file_id=f"{_ERRORS}{row.id}" if is_over and made_of and num_failed + row.cancelled else None,
     )
 
 
@@ -366,20 +369,8 @@ async def create_of_upload(
     return taken_id
 
 
-def upload_fields(row: BatchRow, made_of: server_schemas.BatchInput) -> dict[str, Any]:
-    has_ended, num_failed = row.completed_at is not None, row.failed + row.cancelled + len(made_of.failures)
-    return {
-        **made_of.request.model_dump(),
-        "output_file_id": f"{_OUTPUT}{row.id}" if has_ended and row.completed else None,
-        "error_file_id": f"{_ERRORS}{row.id}" if has_ended and num_failed else None,
-    }
-
-
 def _batch_of(file_id: str) -> str | None:
-    for prefix in (_OUTPUT, _ERRORS):
-        if file_id.startswith(prefix):
-            return file_id.removeprefix(prefix)
-    return None
+    return file_id.partition("_")[2] if file_id.startswith((_OUTPUT, _ERRORS)) else None
 
 
 def _ended_batch(
