@@ -151,11 +151,11 @@ class RunBridge(Observer):
                 return self._cancel_forgotten(message.job_ids, now_s)
             case messages.CancelJobs():
                 return self._cancel(message.job_ids, now_s)
-            case messages.SetPriority():
-                return self._prioritise(message, now_s)
-            case messages.SetPolicy():
+            case events.PriorityChanged():
+                return self._prioritise(replace(message, time_s=now_s))
+            case events.PolicyChanged():
                 self._on_policy(message.policy)
-                return [events.PolicyChanged(now_s, message.policy, "requested over HTTP")]
+                return [replace(message, time_s=now_s)]
             case messages.OutcomesStored():
                 for job_id in message.job_ids:
                     self._unconfirmed.pop(job_id, None)
@@ -189,13 +189,13 @@ class RunBridge(Observer):
         self._known -= dropped
         return [events.JobCancelled(now_s, job_id) for job_id in job_ids if job_id not in dropped]
 
-    def _prioritise(self, message: messages.SetPriority, now_s: float) -> Sequence[Event]:
+    def _prioritise(self, change: events.PriorityChanged) -> Sequence[Event]:
         """Jobs that the loop has not taken yet change without an event."""
         for place, job in enumerate(self._waiting):
-            if job.job_id == message.job_id:
-                self._waiting[place] = job.with_priority(message.priority)
+            if job.job_id == change.job_id:
+                self._waiting[place] = job.with_priority(change.priority)
                 return ()
-        return [events.PriorityChanged(now_s, message.job_id, message.priority)]
+        return [change]
 
     def _send_state(self, link: messages.MessageSocket) -> None:
         assert self._run_info is not None

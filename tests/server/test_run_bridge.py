@@ -36,8 +36,6 @@ from gfgen.server.protocol.link import (
     ProgressUpdate,
     RankStates,
     RunInfo,
-    SetPolicy,
-    SetPriority,
     SubmitJobs,
     pack,
 )
@@ -139,9 +137,9 @@ def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(bridge):
 
 def test_a_priority_changes_by_an_event_or_while_the_job_waits(bridge):
     say(bridge, SubmitJobs((make_job("a"),)))
-    assert say(bridge, SetPriority("a", 7)) == []
+    assert say(bridge, PriorityChanged(0.0, "a", 7)) == []
     assert [job.spec.priority for job in bridge.take()] == [7]
-    assert say(bridge, SetPriority("a", -1), now_s=3.0) == [PriorityChanged(3.0, "a", -1)]
+    assert say(bridge, PriorityChanged(0.0, "a", -1), now_s=3.0) == [PriorityChanged(3.0, "a", -1)]
 
 
 def test_what_is_much_comes_in_parts_and_rings_for_the_rest(bridge):
@@ -161,7 +159,7 @@ def test_what_is_much_comes_in_parts_and_rings_for_the_rest(bridge):
 
 
 def test_another_policy_is_an_event_and_changes_who_chooses(bridge, asked):
-    assert say(bridge, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "requested over HTTP")]
+    assert say(bridge, PolicyChanged(0.0, "edf", "x"), now_s=2.0) == [PolicyChanged(2.0, "edf", "x")]
     assert asked == ["edf"]
 
 
@@ -328,7 +326,7 @@ def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(bridge,
 
 def test_messages_arrive_one_by_one():
     ours, theirs = socket.socketpair()
-    messages = [CancelJobs(("a",)), SetPolicy("edf"), OutcomesStored(tuple("abc"))]
+    messages = [CancelJobs(("a",)), OpenJobIds(()), OutcomesStored(tuple("abc"))]
     ours.sendall(b"".join(map(pack, messages)))
     ours.close()
     link = MessageSocket(theirs)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from gfgen.errors import OutputError
+from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.effects import tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
@@ -259,7 +260,7 @@ class JobService:
         if (record := self.mirror.records.get(job_id)) is not None:
             record.facts = replace(record.facts, priority=priority)
             record.changed()
-            self.send(link.SetPriority(job_id, priority))
+            self.send(events.PriorityChanged(0.0, job_id, priority))
 
     def note_end(self, ending: Ending) -> None:
         self.previews.forget(ending.id)
@@ -288,7 +289,7 @@ class JobService:
 
     def set_policy(self, policy: str) -> None:
         self.mirror.policy_asked(policy)
-        self.send(link.SetPolicy(policy))
+        self.send(events.PolicyChanged(0.0, policy, "requested over HTTP"))
 
     def job(self, job_id: str) -> ServedJob | None:
         """The job, from memory or from the store; None if there is no such job, or it is another key's."""

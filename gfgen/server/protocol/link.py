@@ -8,7 +8,8 @@ messages are pickled values, each preceded by its length.
     models loaded, ranks up     run -> front   RunInfo
                                 front -> run   SubmitJobs for the open jobs of the store; then OpenJobIds
     from then on                run -> front   lists of notes: events, dispatches, outcomes, progress
-                                front -> run   SubmitJobs, CancelJobs, SetPriority, SetPolicy, OutcomesStored
+                                front -> run   SubmitJobs, CancelJobs, OutcomesStored; events that change
+                                               a priority or the policy
 
 A new front gets the whole state as the same notes. The run repeats an outcome to each new front until
 OutcomesStored confirms it.
@@ -130,17 +131,6 @@ class OpenJobIds:
 @dataclass(frozen=True, slots=True)
 class CancelJobs:
     job_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetPriority:
-    job_id: str
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class SetPolicy:
-    policy: str
 
 
 @dataclass(frozen=True, slots=True)

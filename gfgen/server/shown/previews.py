@@ -122,13 +122,11 @@ class Previews:
     async def _colours_of(self, checkpoint: Path) -> LatentColours | None:
         """The colours of a model; None while they are fitted, and if that failed."""
         if checkpoint not in self._colours:
-            for path in (checkpoint / OWN_COLOURS, _cached(checkpoint)):
-                if path.exists():
-                    self._colours[checkpoint] = LatentColours.of(json.loads(path.read_bytes()))
-                    break
-            else:
-                if checkpoint not in self._fits:
-                    self._fits[checkpoint] = asyncio.create_task(_fit(checkpoint))
+            path = next(filter(Path.exists, (checkpoint / OWN_COLOURS, _cached(checkpoint))), None)
+            if path is not None:
+                self._colours[checkpoint] = LatentColours.of(json.loads(path.read_bytes()))
+            elif checkpoint not in self._fits:
+                self._fits[checkpoint] = asyncio.create_task(_fit(checkpoint))
         return self._colours.get(checkpoint)
 
 
