@@ -20,7 +20,7 @@ from gfgen.job.fields import FIELDS
 from gfgen.job.samplers import SAMPLERS, SCHEDULES, known_sampler
 from gfgen.models.geometry.rules import FLOW_SCHEDULERS
 from gfgen.policies.catalog import BUILT_IN, describe
-from gfgen.server.http.app import make_app
+from gfgen.server.http.front import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.shown.prometheus import ServerMetrics

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gfgen.cluster.driver import driver_of, start_of
 from gfgen.cluster.node import Fleet, JobEnded, NodeJoined, NodeLost, Report
@@ -213,14 +214,9 @@ def simulate_nodes(
 
 
 def _with_ranks(summary: Summary, nodes: Sequence[Summary]) -> Summary:
-    return replace(
-        summary,
-        num_tasks=sum(node.num_tasks for node in nodes),
-        num_ranks=sum(node.num_ranks for node in nodes),
-        busy_s=sum(node.busy_s for node in nodes),
-        waited_s=sum(node.waited_s for node in nodes),
-        moved_s=sum(node.moved_s for node in nodes),
-    )
+    names = ("num_tasks", "num_ranks", "busy_s", "waited_s", "moved_s")
+    sums: dict[str, Any] = {name: sum(getattr(node, name) for node in nodes) for name in names}
+    return replace(summary, **sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
-from gfgen.server.http.app import install_errors
+from gfgen.server.http.front import install_errors
 from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
 from gfgen.server.protocol import schemas, server_schemas
 from gfgen.server.protocol.limits import ApiOptions, ServerLimits

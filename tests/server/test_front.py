@@ -26,7 +26,7 @@ from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server import bridge as run_side
 from gfgen.server import store as store_module
 from gfgen.server.http import front, routes_jobs
-from gfgen.server.http.app import make_app
+from gfgen.server.http.front import make_app
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.routes_batches import NO_DETAILS, manifest
 from gfgen.server.http.streams import StateFeeds, job_stream

@@ -177,7 +177,7 @@ async def request_key(request: Request, body: Body) -> RequestKey | None:
 def documented(model: type[BaseModel], *pictures: str) -> dict[str, Any]:
     """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)  # app.py adds them to the components
+    schema.pop("$defs", None)  # front.py adds them to the components
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if pictures:
         files = {name: {"type": "string", "format": "binary"} for name in pictures}

@@ -87,7 +87,7 @@ def bad(field: str, text: str) -> ApiError:
 
 
 def responses(*statuses: int, **sent: Any) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes.
+    """OpenAPI entries for a route's error statuses; front.py adds 401 and 403 to all routes.
 
     `sent` has the schemas of what it sends with 200, if that is no JSON, by content type.
     """
