@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from gfgen.errors import OutputError
 from gfgen.job.fields import FIELDS
 from gfgen.job.recipes import recipes
 from gfgen.server.http.bodies import Body, documented, json_body, read_body, read_model, request_key, sends
@@ -267,7 +269,8 @@ def leave(service: JobService, ids: Sequence[str]) -> None:
     async def cancel_later() -> None:
         await asyncio.sleep(service.limits.left_s)
         if service.mirror.status != "draining":  # then a later server continues them
-            await service.cancel(ids)
+            with suppress(OutputError):  # the store has logged it, and the jobs go on
+                await service.cancel(ids)
 
     leaving = asyncio.get_running_loop().create_task(cancel_later())
     _leaving.add(leaving)

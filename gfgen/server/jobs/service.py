@@ -120,14 +120,12 @@ class JobService:
             with_pictures = [await self.folder.save_input(one) for one in requested]
             return await asyncio.to_thread(job_requests.admitted, with_pictures, admit)
 
-        ids: list[str] = []
         try:
             ids = await self._take(len(requested), admitted, batch_id=None, key=key)
-        except asyncio.CancelledError:  # the jobs may have been accepted all the same
-            ids = [one.spec.id for one in requested]
+        except Exception:  # not CancelledError: the jobs may have been accepted all the same
+            self.folder.remove_inputs(requested)
             raise
-        finally:
-            self.folder.remove_inputs(one for one in requested if one.spec.id not in ids)
+        self.folder.remove_inputs(one for one in requested if one.spec.id not in ids)
         return ids
 
     async def take_batch(
