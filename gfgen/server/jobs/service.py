@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from gfgen.errors import OutputError
@@ -141,9 +140,11 @@ class JobService:
         Returns the batch's id, or the id of the batch that an earlier request with this key created.
         Raises: as `take`, and what `admitted` raises.
         """
-        (taken_id,) = await self._take(
-            num_jobs, partial(asyncio.to_thread, admitted), batch_id=batch_id, key=key
-        )
+
+        async def in_thread(admit: link.Admit) -> Sequence[Admitted]:
+            return await asyncio.to_thread(admitted, admit)
+
+        (taken_id,) = await self._take(num_jobs, in_thread, batch_id=batch_id, key=key)
         return taken_id
 
     async def _take(
