@@ -60,16 +60,14 @@ def try_checkpoint(checkpoint: Path, given: JobSpec, *, device: str, trusts_code
             spec = resolved(geometry, job, folder)
             try:
                 trial = _try(adapter, spec, checkpoint, device=device)
-                return dataclasses.replace(trial, peak_bytes=_peak_bytes(device))
+                peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                if device != "cpu":
+                    peak_bytes = torch.cuda.max_memory_allocated()
+                return dataclasses.replace(trial, peak_bytes=peak_bytes)
             except _OwnCallError as error:
                 failure = failure or error.__cause__
     assert failure is not None
     raise ModelError(f"model {checkpoint}: its own call fails: {_where(failure)}")
-
-
-def _peak_bytes(device: str) -> int:
-    own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return own if device == "cpu" else torch.cuda.max_memory_allocated()
 
 
 class _OwnCallError(Exception):
