@@ -570,7 +570,7 @@ def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_
     layer = torch.nn.Linear(3, 4)
     original = layer.weight.data.clone()
     model = merging._Model(layer, keeps_on_host=keeps_on_host)
-    model.set({"weight": [(merging._Product("weight", up, down, 1.0, 1.0), 0.5)]})
+    model.set({"weight": [(merging._Change("weight", (up, down), torch.matmul), 0.5)]})
     assert torch.equal(layer.weight.data, original + 0.5 * (up @ down))
     model.set({})
     assert torch.equal(layer.weight.data, original)

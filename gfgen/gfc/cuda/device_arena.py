@@ -53,7 +53,6 @@ class DeviceArena:
         cuda.use(device)
         handle, num_bytes, fd = cuda.shareable(device, arena_bytes(plan))
         address = cuda.map(handle, num_bytes, device)
-        cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
         # Inboxes with flags start with zeros; everything else is written before it is read.
         cuda.write(address + SIGNALS_OFFSET, _fresh_lines(plan))
         flagged = address + plan.arena_bytes
@@ -70,7 +69,6 @@ class DeviceArena:
         unit = 2 * MIB  # the granularity of device memory, which `create` rounded up to
         num_bytes = -(-arena_bytes(plan) // unit) * unit
         address = cuda.map(handle, num_bytes, device)
-        cuda.call("cuMemRelease", handle)
         return cls(plan, device, address, num_bytes, cuda)
 
     def open_peer(self, fd: int) -> DeviceArena:

@@ -142,33 +142,17 @@ class Adapter(Protocol):
         """These latents with as few frames as launch all kernels of a decode."""
         return latents
 
-
-class BatchAdapter(Adapter, Protocol):
-    """An adapter that takes one step of several jobs in the same forwards (`--batch`)."""
-
-    @torch.no_grad()
-    def denoise(
-        self,
-        spec: JobSpec,
-        prompt: Fields,
-        condition: Fields,
-        latents: Fields,
-        *,
-        step: int,
-        parallel: Parallel | None = None,
-    ) -> Fields:
-        """A step of one job is a batch of one."""
-        inputs = StepInput(spec, prompt, condition, latents)
-        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
-
     def denoise_batch(
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:
-        """The artifacts `latents` after this step, one for each job.
+        """The artifacts `latents` after this step, one for each job, in the same forwards (`--batch`).
 
-        The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
-        from those of `denoise`. Several jobs run without `parallel`.
+        Only some families have it (core/admission.py). The jobs are equal in all but prompts and seeds, and
+        have no condition. Results differ by rounding from those of `denoise`. Several jobs run without
+        `parallel`.
         """
+        raise NotImplementedError
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
         """As `text_shape`, for these jobs together on one rank."""
+        raise NotImplementedError

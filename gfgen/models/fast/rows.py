@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError
-from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, in_fp8
+from gfgen.models.parallel.cudnn_attention import E4M3, VALUE_SCALE, in_fp8
 
 FP8_LARGEST = 448.0
 """Of e4m3."""
@@ -152,7 +152,7 @@ def heads(
     the weight's length. The part is turned by `turns`: cosines and sines [L, D/2] of the pairs of channels,
     the same for all samples. into: takes the result, such as a range of tokens of a larger tensor of one
     sample; parts without a weight are copied to it. By default there is one part per weight. In e4m3 it
-    takes queries, keys and values of fp8_attention.py.
+    takes queries, keys and values of cudnn_attention.py.
     """
     batch, length, channels = *projected.shape[:2], num_heads * head_dim
     if into is None:

@@ -32,7 +32,13 @@ from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
 from gfgen.models.geometry.weight_files import is_published
 from gfgen.models.geometry.weights import component_files, has_weights
-from gfgen.models.loading.components import load_component, read_scales, scaled, without_progress_bars
+from gfgen.models.loading.components import (
+    first_line,
+    load_component,
+    read_scales,
+    scaled,
+    without_progress_bars,
+)
 from gfgen.models.streaming.placing import IN_PLACE, Placing
 from gfgen.system.wording import first_of
 
@@ -60,7 +66,11 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def t5_tokenizer() -> Any:
-    return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
+    """From pieces and their log probabilities; the first three are where T5 expects them."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"\u2581{word}", -4.0) for word in WORD_LIST.split()]
+    characters = [("\u2581", -6.0)] + [(chr(code), -9.0) for code in range(33, 127)]
+    return T5Tokenizer(vocab=special + words + characters, extra_ids=0)
 
 
 def qwen_tokenizer() -> Any:
@@ -74,24 +84,13 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def _t5_vocabulary() -> list[tuple[str, float]]:
-    """Pieces and their log probabilities; the first three are where T5 expects them."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [(f"\u2581{word}", -4.0) for word in WORD_LIST.split()]
-    characters = [("\u2581", -6.0)] + [(chr(code), -9.0) for code in range(33, 127)]
-    return special + words + characters
-
-
 def _qwen_merges() -> list[tuple[str, str]]:
     """Merges that build each word letter by letter; those of the template come first."""
     space = "\u0120"  # how byte-level tokenizers write a blank
     template = QWEN_TEMPLATE.replace(",", "").replace(":", "").split()
     starts = ["Describe", "system", "user", "assistant"]
-    words = (
-        starts
-        + [space + word for word in template if word not in starts]
-        + [space + word for word in WORD_LIST.split()]
-    )
+    others = [word for word in template if word not in starts] + WORD_LIST.split()
+    words = starts + [space + word for word in others]
     merges = {(word[:end], word[end]): None for word in words for end in range(1, len(word))}
     return list(merges)
 
@@ -127,24 +126,15 @@ def random_pipeline(
     own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
-            names = [name for name, entry in files.index.items() if isinstance(entry, list)]
-            parts: dict[str, Any] = {}
-            for name in names:
-                parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype), placing=placing)
-            flags = {
-                name: value
-                for name, value in files.index.items()
-                if not name.startswith("_") and not isinstance(value, list)
-            }
-            pipeline = pipeline_class(**parts, **flags)
+            given = {name: value for name, value in files.index.items() if not name.startswith("_")}
+            for name in [name for name, value in given.items() if isinstance(value, list)]:
+                given[name] = _made(files, name, device=device, dtype=own.get(name, dtype), placing=placing)
+            pipeline = pipeline_class(**given)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
-        ) from error
-    logger.info(
-        "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
-    )
+        reason = f"cannot be made as {pipeline_class.__name__}: {first_line(error)}"
+        raise ModelError(f"model {checkpoint}: {reason}") from error
+    name = pipeline_class.__name__
+    logger.info("made %s of %s on %s in %s: random weights", name, checkpoint, device, dtype)
     return pipeline
 
 

@@ -40,9 +40,8 @@ def make_tiny(directory: Path, names: Sequence[str] = NAMES) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
         return [_make_one(directory, name) for name in names]
     except OSError as error:
-        raise ModelError(
-            f"{directory}: cannot be written ({error.strerror}); give a directory that can"
-        ) from error
+        reason = f"cannot be written ({error.strerror}); give a directory that can"
+        raise ModelError(f"{directory}: {reason}") from error
 
 
 def _make_one(directory: Path, name: str) -> Path:

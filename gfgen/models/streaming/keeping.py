@@ -78,10 +78,7 @@ class _Pages:
         device = self._device.index or 0
         handle, num_bytes, fd = driver().shareable(device, self.size)
         os.close(fd)
-        try:
-            self.address = driver().map(handle, self.size, device, at=self.address)
-        finally:
-            driver().call("cuMemRelease", handle)  # a mapping keeps the memory
+        self.address = driver().map(handle, self.size, device, at=self.address)
         self.num_bytes = num_bytes
         limit_torch(self._device, less=self.size)
         return as_tensor(self.address, self.size, device)

@@ -129,7 +129,8 @@ class Placing:
         yield
         place.is_final = True
         if place.is_streamed:
-            place.region = self._to_host(block)
+            assert self._copy is not None
+            place.region = moved_to(self._copy, tensors_of(block.modules()))
 
     def finish(self) -> None:
         """Place the blocks that are left, and let forwards stream."""
@@ -152,10 +153,8 @@ class Placing:
             if lacking := self._placement.streamed.get(component, frozenset()) - found:
                 logger.warning("%s lacks the blocks %s, so GPUs hold more", component, sorted(lacking))
             blocks = {
-                self._origins[module][0]: Block(
-                    regions[module], partial(_point, module), *shards.get(module, ())
-                )
-                for module in modules
+                self._origins[each][0]: Block(regions[each], partial(_point, each), *shards.get(each, ()))
+                for each in modules
             }
             wraps = TEXT_ENCODER.fullmatch(component) is None
             Chain(blocks, lane, wraps=wraps).attach(model, modules)
@@ -207,11 +206,6 @@ class Placing:
                     table[name] = self._origins[module][1](tensor)
                 else:
                     tensor.data = tensor.data.to(self._device)
-
-    def _to_host(self, block: nn.Module) -> Tensor:
-        """Move a block to the host copy."""
-        assert self._copy is not None
-        return moved_to(self._copy, tensors_of(block.modules()))
 
 
 IN_PLACE = Placing()

@@ -22,7 +22,7 @@ from gfgen.runtime.ipc.content import SHRINKS, Content
 from gfgen.system.wording import in_lines
 
 BATCH_FAMILIES = ("qwen-image", "wan")
-"""Beginnings of the names of families whose adapters are `BatchAdapter`s."""
+"""Beginnings of the names of families whose adapters have `denoise_batch`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Arenas:
     ranks: tuple[int, ...]
     """The ranks of the arenas, in the order of the descriptors."""
     counts_tokens: bool = False
-    """Whether all ranks of the run pad texts (models/parallel/counted_attention.py); otherwise none does."""
+    """Whether all ranks of the run pad texts (models/parallel/cudnn_attention.py); otherwise none does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess, current_process
 from typing import Any
 
 from gfgen.errors import WorkerError
-from gfgen.models.ahead.places import pin_compilers
+from gfgen.models.ahead.pool import pin_compilers
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.system import machine

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -15,9 +15,9 @@ from gfgen.errors import RunError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import LayoutGroup
+from gfgen.gfc.group import Collectives
 from gfgen.graph import Stage
-from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
+from gfgen.models.families.adapter import Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.streaming.turns import in_turns
@@ -204,11 +204,11 @@ def task_kind(work: RankTask, rank: int) -> tuple[object, ...]:
     return start.checkpoint, work.task.stage, start.shape, layout.degrees, layout.slot_of(rank)
 
 
-def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
+def meet(endpoint: Any, message: RunTask) -> Collectives | None:
     """The group of a task on several ranks when all of them are there; None for one rank."""
     if message.layout.degree == 1:
         return None
-    group: LayoutGroup = endpoint.group(
+    group: Collectives = endpoint.group(
         Descriptor(message.number, message.layout, message.incarnations), timeout_s=message.wait_s
     )
     group.enter()
@@ -228,7 +228,7 @@ def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> 
     return len(works) > 1 and (adapter.takes_turns or not hasattr(adapter, "denoise_batch"))
 
 
-def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
+def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: Collectives | None) -> None:
     """Run a task, or steps of several jobs, which share reads of blocks; one that raises gets its `error`."""
     adapter = adapters[works[-1].job.start.checkpoint]
     if len(works) == 1:
@@ -240,7 +240,7 @@ def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: L
         return
     step = works[-1].task.step
     assert step is not None
-    made = cast(BatchAdapter, adapter).denoise_batch([step_input(each.job) for each in works], step=step)
+    made = adapter.denoise_batch([step_input(each.job) for each in works], step=step)
     for each, latents in zip(works, made, strict=True):
         each.made = {"latents": latents}
 

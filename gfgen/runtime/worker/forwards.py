@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.layout import MAX_RANKS, Degrees, Layout
-from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
+from gfgen.models.families.adapter import Adapter, StepInput
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError, Replay
 from gfgen.models.geometry.rules import known
 from gfgen.models.parallel.parallel import Parallel, rehearsal
@@ -91,7 +91,7 @@ class Forwards:
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
         if len(works) > 1:
             inputs = [step_input(each.job) for each in works]
-            texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
+            texts = adapter.text_shape_of_batch(inputs)
             shapes = (*shapes, len(works))
         else:
             texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
@@ -131,7 +131,7 @@ class Forwards:
             ):
                 with self._graphs.recording(unentered):
                     if len(works) > 1:
-                        cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
+                        adapter.denoise_batch(inputs, step=step)
                     else:
                         adapter.denoise(*inputs[0], step=step, parallel=alone)
         except NotWorthRecordingError:

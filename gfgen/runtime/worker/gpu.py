@@ -43,7 +43,7 @@ from gfgen.models.families.adapter import HOST, Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
-from gfgen.models.parallel import counted_attention, parallel
+from gfgen.models.parallel import cudnn_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
@@ -82,7 +82,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
 def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
-    attention = threading.Thread(target=counted_attention.load, args=(device,))
+    attention = threading.Thread(target=cudnn_attention.load, args=(device,))
     attention.start()
     Kernels(settings.gpu)  # compile and keep them on disk before another rank waits for this one
     try_kernels(device)
@@ -166,7 +166,7 @@ class GpuDevice(Device):
         recorder: LaunchRecorder,
     ) -> None:
         super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
-        self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
+        self.counts_tokens = cudnn_attention.is_fast(device, torch.bfloat16)
         self._own_arena = None
         if own_arena is not None:
             self._own_arena, arena_fd = own_arena
@@ -441,7 +441,7 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
     if message.counts_tokens and not can_pad:
         raise ModelError("cuDNN's attention with padding works on the other ranks, and not on this one")
     if not message.counts_tokens:
-        counted_attention.forgo()
+        cudnn_attention.forgo()
 
 
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:
