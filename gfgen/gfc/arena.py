@@ -39,8 +39,8 @@ class Failure:
             peer=record.peer,
             waited_for=_WAITED_FOR[record.line // 2],
             dispatch=record.dispatch,
-            expected=_word(record.expected),
-            seen=_word(record.seen),
+            expected=divmod(record.expected, 1 << 32),
+            seen=divmod(record.seen, 1 << 32),
         )
 
     def __str__(self) -> str:
@@ -71,10 +71,6 @@ class Failure:
             native.BROKEN_EDGE: AbortedError,  # not tried: an earlier failure is the cause
         }
         return kinds.get(self.status, ProtocolError)(str(self))
-
-
-def _word(bits: int) -> tuple[int, int]:
-    return bits >> 32, bits & 0xFFFFFFFF
 
 
 MIB = 1 << 20

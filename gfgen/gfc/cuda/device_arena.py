@@ -121,18 +121,10 @@ class ControlPage:
     def __init__(self, fd: int, *, rank: int, incarnation: int) -> None:
         self.arena = Arena(fd, CONTROL_PLAN, rank=rank, incarnation=incarnation)
         self._driver = driver()
-        self._device_address = self._driver.register_host(self.arena.address, HEADER_BYTES)
+        address = self._driver.register_host(self.arena.address, HEADER_BYTES)
+        self.aborted_through, self.record = address + ABORTED_THROUGH_OFFSET, address + FAILURE_OFFSET
+        """Device addresses of the word and of the record."""
         self.failure_address = self.arena.address + FAILURE_OFFSET
-
-    @property
-    def aborted_through(self) -> int:
-        """Device address of the word."""
-        return self._device_address + ABORTED_THROUGH_OFFSET
-
-    @property
-    def record(self) -> int:
-        """Device address of the record."""
-        return self._device_address + FAILURE_OFFSET
 
     def close(self) -> None:
         if self.arena.address:

@@ -145,14 +145,13 @@ class Adapter(Protocol):
     def denoise_batch(
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:
-        """The artifacts `latents` after this step, one for each job, in the same forwards (`--batch`).
+        """The artifacts `latents` after this step, one for each job; where it can be, in the same forwards.
 
-        Only some families have it (core/admission.py). The jobs are equal in all but prompts and seeds, and
-        have no condition. Results differ by rounding from those of `denoise`. Several jobs run without
-        `parallel`.
+        The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
+        from those of `denoise`. Several jobs run without `parallel`.
         """
-        raise NotImplementedError
+        return [self.denoise(*each, step=step, parallel=parallel) for each in inputs]
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
         """As `text_shape`, for these jobs together on one rank."""
-        raise NotImplementedError
+        return (len(inputs),)

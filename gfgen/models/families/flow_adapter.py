@@ -236,9 +236,6 @@ class WanAdapter(FlowAdapter):
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
 
-    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        return (len(inputs),)
-
     def shortest(self, latents: Fields) -> Fields:
         """The first frame, and one with frames before it."""
         return Fields({SAMPLE: latents.tensors[SAMPLE][:, :, :2]})

@@ -185,8 +185,8 @@ def load_adapter(
 
 def tiny_dir() -> Path:
     """Where the built-in models are kept; another place whenever the code that makes them changes."""
-    code = Path(__file__).parents[1] / "loading"
-    sources = [*code.glob("tiny*.py"), code / "random_weights.py", *CONFIGS.glob("tiny-*/**/*.json")]
+    code = Path(__file__).parents[1] / "loading" / "random_weights.py"
+    sources = [code, *CONFIGS.glob("tiny-*/**/*.json")]
     version = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()[:12]
     return cache_dir() / f"tiny-{version}"
 
@@ -201,7 +201,7 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
     try:
-        output_of("gfgen.models.loading.tiny", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
+        output_of("gfgen.models.loading.random_weights", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
     except ChildProcessError as error:
         raise ModelError(f"{what}: cannot be made in {folder}: {error}") from None
 

@@ -195,6 +195,7 @@ class _Unpacker:
         self._shared: dict[int, Any] = {}
 
     def value(self, node: Node) -> Any:
+        found: Any = node
         match node:
             case ["path", path]:
                 name, *attributes = path.split(".")
@@ -214,8 +215,6 @@ class _Unpacker:
                 self._fill(found, attributes, items)
             case [kind, *given, number]:
                 self._shared[number] = found = self._made(kind, given)
-            case _:
-                found = node
         return found
 
     def _made(self, kind: str, given: list[Any]) -> Any:

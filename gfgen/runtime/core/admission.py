@@ -22,7 +22,7 @@ from gfgen.runtime.ipc.content import SHRINKS, Content
 from gfgen.system.wording import in_lines
 
 BATCH_FAMILIES = ("qwen-image", "wan")
-"""Beginnings of the names of families whose adapters have `denoise_batch`."""
+"""Beginnings of the names of families whose adapters take a batch in the same forwards."""
 
 
 @dataclass(frozen=True, slots=True)
