@@ -23,7 +23,6 @@ from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
-from gfgen.models.geometry.upscale import second_pass_problems, with_refined, with_second_pass
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -133,9 +132,9 @@ class PipelineGeometry:
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
                 filled = rules.changed(filled, **{name: rules.floor_to_multiple(side, self.multiple)})
-        filled = with_second_pass(filled, multiple=self.multiple)
+        filled = rules.with_second_pass(filled, multiple=self.multiple)
         may_refine = not self.has_alpha and not self._makes_videos
-        problems += second_pass_problems(filled, self.signature, is_picture=may_refine)
+        problems += rules.second_pass_problems(filled, self.signature, is_picture=may_refine)
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
@@ -155,7 +154,7 @@ class PipelineGeometry:
             Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return with_refined(rules.with_reuse(trajectory, spec, output=None), spec)
+        return rules.with_refined(rules.with_reuse(trajectory, spec, output=None), spec)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""

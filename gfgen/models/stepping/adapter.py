@@ -35,8 +35,7 @@ from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.geometry.call import CallSignature
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.rules import known
-from gfgen.models.geometry.upscale import call_of_second_pass, second_pass
+from gfgen.models.geometry.rules import call_of_second_pass, known, second_pass
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline, without_warnings
 from gfgen.models.parallel import hooks
