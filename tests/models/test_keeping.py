@@ -1,4 +1,4 @@
-"""Models that leave their device and come back with the same bits (gfgen/models/streaming/keeping.py)."""
+"""Models that leave their device and come back with the same bits (gfgen/models/streaming/placing.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.models.loading.components import load_pipeline
-from gfgen.models.streaming import keeping
+from gfgen.models.streaming import placing as keeping
 from gfgen.models.streaming.host_copy import HostCopy
-from gfgen.models.streaming.keeping import Kept
+from gfgen.models.streaming.placing import Kept
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker import entry
 from gfgen.runtime.worker.entry import load_model

@@ -34,8 +34,7 @@ from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import QuantisedRows, original_weights
 from gfgen.models.streaming.host_copy import HostCopy
-from gfgen.models.streaming.keeping import Kept
-from gfgen.models.streaming.placing import Placing
+from gfgen.models.streaming.placing import Kept, Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of
 from gfgen.runtime.ipc.channel import Channel

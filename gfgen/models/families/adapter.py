@@ -19,7 +19,7 @@ from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.streaming.keeping import Kept
+from gfgen.models.streaming.placing import Kept
 
 Patches = MergedLoras
 

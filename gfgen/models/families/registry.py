@@ -159,8 +159,7 @@ def load_adapter(
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
     from gfgen.models.streaming.host_copy import HostCopy
-    from gfgen.models.streaming.keeping import Kept
-    from gfgen.models.streaming.placing import Placing
+    from gfgen.models.streaming.placing import Kept, Placing
 
     brought = EXPERTS if quantised.layers else ()
     placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought, island=island)

@@ -46,7 +46,7 @@ class RankLoaded(Event):
     rank: int
     load_s: float
     copied: tuple[str, ...] = ()
-    """The models that came back from main memory, where a copy is kept (models/streaming/keeping.py)."""
+    """The models that came back from main memory, where a copy is kept (models/streaming/placing.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class DeviceMemory:
         self.last_peak_bytes = self.last_own_bytes = 0
         """Of the last launch; without what was in use before."""
         self.beside_bytes = 0
-        """Of weights that torch does not know (models/streaming/keeping.py)."""
+        """Of weights that torch does not know (models/streaming/placing.py)."""
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
