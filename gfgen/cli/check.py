@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from gfgen.cli.run_files import RunOptions, claims_of, has_bar, session_of
-from gfgen.cli.shown.prediction import known_here, machine, slowdowns
+from gfgen.cli.shown.prediction import AT_LOADING, known_here, machine, slowdowns
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
@@ -34,6 +34,8 @@ from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
+
+logger = logging.getLogger(__name__)
 
 WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
@@ -151,16 +153,20 @@ def _prediction(
         return _Prediction("this machine has no profile; 'gfgen profile JOBS' measures one")
     reads_s = memory.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
     for line in slowdowns(jobs, profile, reads_s):
-        logging.getLogger(__name__).info("%s", line)
+        logger.info("%s", line)
     try:
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
     about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=PlanWindow(now, batch=options.batch))
-    planner = RankPlanner(reads_s=reads_s, is_coarse=True, **about)
+    turns = memory.residency(jobs)
+    planner = RankPlanner(residency=lambda _: turns, reads_s=reads_s, is_coarse=True, **about)
     # An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
-    has_shared_steps = options.batch > 1 or bool(reads_s)
-    in_full = has_shared_steps and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
+    needs_all = options.batch > 1 or bool(reads_s) or turns is not None
+    in_full = needs_all and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
+    if turns is not None:
+        counted_as = f"is {AT_LOADING}" if in_full else "is left out of the time, because there are many jobs"
+        logger.info("loading of models that take turns %s", counted_as)
     try:
         found = (planner.in_full if in_full else planner.estimated)(options.policy.name, num_ranks)
     except DecisionTimeout as error:

@@ -210,9 +210,11 @@ class HostMemory:
         room_bytes = self.room_bytes
         if room_bytes is None:
             return None
+        weights = self.with_patches({job.checkpoint for job in jobs} | set((names or {}).values()))
         found = Residency(
             jobs,
-            weights=self.with_patches({job.checkpoint for job in jobs} | set((names or {}).values())),
+            weights=weights,
+            streamed={path: self.placement(path).streamed_bytes for path in weights},
             work_bytes=self.work_bytes,
             room_bytes=room_bytes,
             jobs_at_once=self._jobs_at_once,

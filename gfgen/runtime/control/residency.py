@@ -129,7 +129,8 @@ class Residency(Observer):
 
     `weights` are bytes by checkpoint, `work_bytes` is what a job takes beside them, `room_bytes` what
     there is for both: of each rank, or of all ranks together, which then run `jobs_at_once`. `names` has the
-    checkpoints of models that may have no jobs yet. The models of the most urgent jobs come first.
+    checkpoints of models that may have no jobs yet, and `streamed` bytes that are loaded besides weights. The
+    models of the most urgent jobs come first.
     """
 
     def __init__(
@@ -141,8 +142,10 @@ class Residency(Observer):
         room_bytes: int,
         jobs_at_once: int = 1,
         names: Mapping[str, Path] | None = None,
+        streamed: Mapping[Path, int] | None = None,
     ) -> None:
         self._weights = weights
+        self._loaded = {path: size + (streamed or {}).get(path, 0) for path, size in weights.items()}
         self._work_bytes = work_bytes
         self._room_bytes = room_bytes
         self._jobs_at_once = jobs_at_once
@@ -264,10 +267,10 @@ class Residency(Observer):
     def _load_s(self, models: Collection[str]) -> float:
         """How long ranks take to load what they lack of these."""
         lacked = self._checkpoints_of(set(models) - self.resident)
-        return sum(self._weights[path] / self._bytes_per_s[path in self._copied] for path in lacked)
+        return sum(self._loaded[path] / self._bytes_per_s[path in self._copied] for path in lacked)
 
     def _observe(self, checkpoints: Collection[Path], load_s: float, *, are_copied: bool = False) -> None:
-        num_bytes = sum(self._weights[path] for path in checkpoints)
+        num_bytes = sum(self._loaded[path] for path in checkpoints)
         if load_s > 0 and num_bytes:
             self._bytes_per_s[are_copied] = num_bytes / load_s
 
