@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 67_858,
+    "lines of the package": 67_866,
     "files of the package": 306,
     "lines of the core": 5_815,
     "files of the core": 27,
