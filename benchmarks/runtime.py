@@ -40,8 +40,7 @@ from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.files.trace import TraceWriter
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import RankTimes, RunTask, TaskReport
+from gfgen.runtime.ipc.messages import Channel, RankTimes, RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name

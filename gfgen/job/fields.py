@@ -90,8 +90,6 @@ ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 STRING = {"type": "string"}
 TIME = {"anyOf": [{"type": "number"}, STRING]}
 
-REUSE = {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_REUSE}, {"enum": ["never", IF_LATE]}]}
-
 OTHER_NAMES = {
     other: name
     for name, others in {
@@ -482,6 +480,7 @@ LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
     'a file, a folder or a hub id; "file", "target" and "partial" are optional; "name" is for HTTP'
 )
+SHARE = {"type": "number", "minimum": 0, "maximum": MAX_REUSE}
 REUSE_ACCEPTED = f'"never", "{IF_LATE}", or the share of the steps to reuse, a number from 0 to {MAX_REUSE:g}'
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
@@ -513,7 +512,7 @@ FIELDS: dict[str, Field] = {
         Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("recipe", RECIPE_ACCEPTED, _parse_recipe, {"anyOf": [STRING, {"type": "object"}]}),
-        Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
+        Field("reuse", REUSE_ACCEPTED, _parse_reuse, {"anyOf": [SHARE, {"enum": ["never", IF_LATE]}]}),
         in_range("upscale", 1, MAX_UPSCALE),
         in_range("upscale_strength", 0.01, 1),
         in_range("upscale_steps", 1, MAX_STEPS, is_whole=True),

@@ -1,4 +1,4 @@
-"""Kinds of job files, and their entries: JSON Lines, a JSON array, CSV with a header, or prompts."""
+"""Kinds of job files, and their entries: JSON Lines, a JSON array, CSV, Parquet, or prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gfgen.errors import JobError, Problem, nearest
+from gfgen.errors import InputError, JobError, Problem, in_one_line, nearest
 from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, suggestion
 from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 from gfgen.job.weighted import AUTO, PLAIN
@@ -31,6 +31,9 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
+PARQUET, PARQUET_SUFFIX = "Parquet", ".parquet"
+PARQUET_ROWS = 1_000
+"""They are read that many at a time."""
 STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
 """Of sources that are not files, in messages."""
 TABLE_SUFFIXES = (".csv", ".tsv")
@@ -66,6 +69,12 @@ class ArrayEntry(int):
     """The number of an entry of a JSON array, where other files have a line."""
 
     place = "entry"
+
+
+class Row(int):
+    """The same of a row of a Parquet file."""
+
+    place = "row"
 
 
 class FileLine(int):
@@ -303,6 +312,57 @@ def _check_header(names: Sequence[str], line: int) -> None:
             raise ReadingEnded(line, f"the header names {plain_name(name)}, which is not a field; {hint}")
     if len(set(names)) < len(names):
         raise ReadingEnded(line, "the header names a field twice")
+
+
+def rows_of(stream: BinaryIO, columns: Mapping[str, str]) -> Iterator[Entry]:
+    """The jobs of a file; `columns` has the column of each field, or nothing if their names are the same.
+
+    Raises: InputError without pyarrow; ReadingEnded.
+    """
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InputError("reading Parquet needs pyarrow; pip install 'gfgen[data]'") from None
+    number = 0
+    try:
+        file = parquet.ParquetFile(stream)
+        there = file.schema_arrow.names
+        columns = columns or {name: name for name in there}
+        for field, column in columns.items():
+            _check_column(field, column, there)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=list(columns.values())):
+            for row in _rows_in(batch):
+                number += 1
+                if isinstance(row, Exception):
+                    unread = f"cannot be read ({in_one_line(row)})"
+                    yield Row(number), Problem(Row(number), None, None, unread)
+                    continue
+                given = {field: row[column] for field, column in columns.items()}
+                yield Row(number), {field: value for field, value in given.items() if value is not None}
+    except (ArrowException, OSError) as error:
+        line, what = (Row(number + 1), "this row and those after it") if number else (None, "it")
+        raise ReadingEnded(line, f"{what} cannot be read as Parquet ({in_one_line(error)})") from None
+
+
+def _rows_in(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
+    """The rows, or what is wrong with one, such as a text that is not UTF-8 or a time without a place."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for idx in range(batch.num_rows):
+            try:
+                yield batch.slice(idx, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield error
+
+
+def _check_column(field: str, column: str, there: list[str]) -> None:
+    if column not in there:
+        raise ReadingEnded(None, f"there is no column {plain_name(column)}; there are {', '.join(there)}")
+    if field not in FIELDS and field not in VARIATION_FIELDS:
+        name = plain_name(field)
+        hint = f"name the columns to read, such as --column prompt={name}"
+        raise ReadingEnded(None, f"column {name} is not a field of a job; {hint}")
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

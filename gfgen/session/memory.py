@@ -39,7 +39,7 @@ from gfgen.models.geometry.weights import (
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
-from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, HOST_PLAN, SIDE_BYTES, default_plan
+from gfgen.runtime.ipc.settings import CONTEXT_BYTES, HOST_PLAN, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, peak_key
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed

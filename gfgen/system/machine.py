@@ -152,12 +152,8 @@ def check_packages(packages: Iterable[str]) -> None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def allow_most() -> float:
+def allow_most(kind: int = resource.RLIMIT_NOFILE) -> float:
     """Raise this process's limit, which children inherit, to what the system allows, and return it."""
-    return _raise_limit(resource.RLIMIT_NOFILE)
-
-
-def _raise_limit(kind: int) -> float:
     soft, hard = resource.getrlimit(kind)
     if soft != hard:
         resource.setrlimit(kind, (hard, hard))
@@ -188,24 +184,23 @@ def keep_freed_memory() -> None:
     By default glibc maps each large tensor again, and the kernel clears its pages one by one: 45% of the time
     of a decode of 33 frames of 192x128 by the small Wan model (1.8 s; without 1.0 s). Works with glibc only.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    _tell_glibc("mallopt", _M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+    _tell_glibc("mallopt", _M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def give_back_large_blocks() -> None:
     """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel; glibc keeps 32 MiB of them per thread."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)
+    _tell_glibc("mallopt", _M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)
 
 
 def give_back_freed_memory() -> None:
     """Return all freed memory to the kernel, for after large work, such as loading a model for a GPU."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    _tell_glibc("malloc_trim", 0)
+
+
+def _tell_glibc(name: str, *arguments: int) -> None:
+    if (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -238,7 +233,7 @@ def check_limits(num_ranks: int = 0) -> None:
             f"{counted(num_ranks, 'rank')}: about {size_in_words(need)} of memory needed without models, "
             f"{size_in_words(available)} available; {help_}"
         )
-    _raise_limit(resource.RLIMIT_FSIZE)
+    allow_most(resource.RLIMIT_FSIZE)
     try:
         with os.fdopen(os.memfd_create("gfgen"), "wb") as file:
             file.truncate(LEAST_FILE_BYTES)

@@ -38,7 +38,7 @@ from gfgen.models.streaming.keeping import Kept
 from gfgen.models.streaming.placing import Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}

@@ -24,11 +24,11 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.runtime.control import job_record
-from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
     Abandoned,
     Arenas,
+    Channel,
     ForgetJob,
     FramesStored,
     ModelsSet,

@@ -13,7 +13,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
 from gfgen.job.reader import due_at
@@ -26,14 +25,6 @@ STEP = 100
 """Other jobs come into sight after this many have ended."""
 Kind = tuple[str, str, int]
 """Model, shape, tasks: jobs of one kind that have not begun have equal durations."""
-
-
-@dataclass(slots=True)
-class _Order:
-    """The jobs of a model as some policy takes them, by their places in the file."""
-
-    rest: Iterator[int]
-    near: list[int] = field(default_factory=list)
 
 
 class Backlog(Observer):
@@ -86,7 +77,9 @@ class Backlog(Observer):
                 places.setdefault(spec.model or "", array("L")).append(place)
         self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}
         """Of a journal."""
-        self._orders = [_Order(iter(order)) for own in places.values() for order in _orders(own, keys)]
+        orders = [iter(order) for own in places.values() for order in _orders(own, keys)]
+        self._orders = [(rest, list[int]()) for rest in orders]
+        """The jobs of a model as some policy takes them, by place: those that wait, and the near ones."""
 
     def __len__(self) -> int:
         return self._kinds.total()
@@ -111,11 +104,11 @@ class Backlog(Observer):
             return []
         found, self._first, self._num_ended = set(self._first), [], 0
         present = {*self.near.values(), *found}
-        for order in self._orders:
-            order.near = [place for place in order.near if place in present]
-            while len(order.near) < self._ahead and (place := next(order.rest, None)) is not None:
+        for rest, near in self._orders:
+            near[:] = [place for place in near if place in present]
+            while len(near) < self._ahead and (place := next(rest, None)) is not None:
                 if place in present or self._ids[place] is not None:
-                    order.near.append(place)
+                    near.append(place)
                     found |= {place} - present
                     present.add(place)
         return [self._out(place) for place in sorted(found) if self._ids[place] is not None]

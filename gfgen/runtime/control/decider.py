@@ -179,7 +179,10 @@ def legal_job(
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
     """Refuse degrees that the task cannot use."""
     if task.stage is Stage.DECODE:
-        _check_decode(job, task, layout)
+        if layout != Layout.bands(layout.ranks):
+            raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
+        if layout.degree > (most := job.limits.max_decode_degree):
+            raise PolicyFault(f"job {task.job_id}: a {task} has {most} bands of rows at most, not {layout}")
         return
     if layout.degree > 1 and task.stage not in STEPS:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
@@ -189,10 +192,3 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         raise PolicyFault(f"job {task.job_id} has {most} attention heads, too few for {layout}")
     if layout.sequence_degree > (most := job.limits.max_sequence_degree):
         raise PolicyFault(f"job {task.job_id} can be split into {most} parts at most, not {layout}")
-
-
-def _check_decode(job: AdmittedJob, task: Task, layout: Layout) -> None:
-    if layout != Layout.bands(layout.ranks):
-        raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
-    if layout.degree > (most := job.limits.max_decode_degree):
-        raise PolicyFault(f"job {task.job_id}: a {task} has {most} bands of rows at most, not {layout}")

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from gfgen.job.reader import due_at
-from gfgen.runtime.control.batches import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.control.job_record import JobRecord, Progress
 from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
+from gfgen.runtime.control.sharing import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.openjobs import OpenJobs
 from gfgen.runtime.files.resume import RunStart

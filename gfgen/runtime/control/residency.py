@@ -18,9 +18,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from gfgen.runtime.control.ranks import Ranks
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
@@ -113,17 +112,6 @@ class _Need:
     """Of the largest of its jobs, as many as may run at once, beside the weights."""
 
 
-class _RunState(Protocol):
-    """What a residency looks at of the state (state.py)."""
-
-    models: ModelTurns
-    ranks: Ranks
-    jobs: Any
-
-    @property
-    def is_at_rest(self) -> bool: ...
-
-
 class Residency(Observer):
     """Watches a run whose models do not fit together, and says when to change the resident ones.
 
@@ -198,8 +186,9 @@ class Residency(Observer):
             sizes = [*need.work_bytes, self._work_bytes(job)]
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
-    def change(self, state: _RunState, *, now_s: float) -> ModelsChanged | None:
-        turns = state.models
+    def change(self, state: Any, *, now_s: float) -> ModelsChanged | None:
+        """The change of models that is due in this `State`."""
+        turns: ModelTurns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
             return None
@@ -210,7 +199,9 @@ class Residency(Observer):
         if is_crowded:
             models = self.choose([*at_work, *wanted, *sorted(self.resident)])
         else:
-            first = self._overdue(turns, now_s) or wanted[0]
+            longest = next(iter(turns.parked.values()))
+            is_overdue = now_s >= longest.since_s + self._longest_s / SHARE
+            first = longest.model if is_overdue else wanted[0]
             models = self.choose([first, *at_work, *wanted], kept=self.resident)
         if models == self.resident:
             return None
@@ -239,13 +230,13 @@ class Residency(Observer):
                 self._observe(self._checkpoints_of(self.resident), event.startup_s)
                 self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)
 
-    def _reason(self, state: _RunState, now_s: float) -> str | None:
+    def _reason(self, state: Any, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
         share = URGENT_SHARE if self._is_first(state) else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
-    def _is_first(self, state: _RunState) -> bool:
+    def _is_first(self, state: Any) -> bool:
         """Whether a job that waits has a deadline or a raised priority, and comes before all that can run."""
         turns = state.models
         waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
@@ -255,10 +246,6 @@ class Residency(Observer):
             if each.arrived and each.model in turns.resident and not each.is_writing
         ]
         return bool(waiting) and (not running or min(waiting) < min(running))
-
-    def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
-        longest = next(iter(turns.parked.values()))
-        return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
 
     @property
     def _longest_s(self) -> float:
@@ -277,10 +264,8 @@ class Residency(Observer):
     def _fits(self, models: Collection[str]) -> bool:
         sizes = itertools.chain.from_iterable(self._needs[model].work_bytes for model in models)
         work_bytes = sum(heapq.nlargest(self._jobs_at_once, sizes))
-        return self._bytes_of(models) + work_bytes <= self._room_bytes
-
-    def _bytes_of(self, models: Collection[str]) -> int:
-        return sum(self._weights[checkpoint] for checkpoint in self._checkpoints_of(models))
+        weight_bytes = sum(self._weights[checkpoint] for checkpoint in self._checkpoints_of(models))
+        return weight_bytes + work_bytes <= self._room_bytes
 
     def _checkpoints_of(self, models: Iterable[str]) -> set[Path]:
         return {self._needs[model].checkpoint for model in models}

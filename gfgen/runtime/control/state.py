@@ -13,14 +13,13 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
 from gfgen.runtime.control.backlog import Backlog
-from gfgen.runtime.control.batches import with_equal_calls
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks
 from gfgen.runtime.control.residency import ModelTurns
-from gfgen.runtime.control.sharing import Sharing
+from gfgen.runtime.control.sharing import Sharing, with_equal_calls
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -83,11 +82,8 @@ class State:
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        if self.flights or self.jobs.writing:
-            return False
-        ranks = self.ranks.records
-        are_settled = all(rank.is_retired or rank.can_work for rank in ranks)
-        return len(self.jobs.open) > 0 and are_settled
+        are_settled = all(rank.is_retired or rank.can_work for rank in self.ranks.records)
+        return not self.flights and not self.jobs.writing and len(self.jobs.open) > 0 and are_settled
 
     @property
     def is_at_rest(self) -> bool:

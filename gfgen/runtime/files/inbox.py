@@ -228,14 +228,26 @@ class Inbox(Observer):
             return []
         jobs, problems = self._judge(path, content)
         todo = self._todo(jobs, key)
-        jobs, refused = self._claim(path, jobs, todo)
+        at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
+        jobs, refused = claim_files(
+            jobs,
+            output_dir=self.output_dir,
+            job_file=job_file_name(path, self.output_dir),
+            done={job.job_id for job in jobs}.difference(todo),
+            inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
+            overwrite=self.overwrite,
+        )
         problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
         is_refused = bool(problems) and not (self.skip_invalid and jobs)
         _report(path, problems, is_refused=is_refused)
         if is_refused:
             return []
         self._note(jobs, todo, source=path.name)
-        self._remember(key, num_jobs=len(jobs))
+        self._taken.add(key)
+        if key not in self._before:
+            taken_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.now()))
+            entry = {"version": SCHEMA_VERSION, "file": key[0], "sha256": key[1], "jobs": len(jobs)}
+            self._record.append(json.dumps(entry | {"taken_at": taken_at}).encode() + b"\n")
         started = [job for job in jobs if job.job_id in todo]
         logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
         tell_of_warnings(((job.info.spec, job.info.warnings) for job in started), source=path.name)
@@ -269,20 +281,6 @@ class Inbox(Observer):
             return Problem(line, "id", job.job_id, later)
         return None
 
-    def _claim(
-        self, path: Path, jobs: Sequence[AdmittedJob], todo: Collection[str]
-    ) -> tuple[list[AdmittedJob], list[Problem]]:
-        """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
-        return claim_files(
-            jobs,
-            output_dir=self.output_dir,
-            job_file=job_file_name(path, self.output_dir),
-            done={job.job_id for job in jobs}.difference(todo),
-            inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
-            overwrite=self.overwrite,
-        )
-
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
         lines = self._manifest
         lines.catch_up()
@@ -307,19 +305,6 @@ class Inbox(Observer):
             known.status = "at work" if job.job_id in todo else "done"
             self._known[name_key(job.job_id)] = known
             self._owners[name_key(job.info.file)] = name_key(job.job_id)
-
-    def _remember(self, key: tuple[str, str], *, num_jobs: int) -> None:
-        self._taken.add(key)
-        if key in self._before:
-            return
-        entry = {
-            "version": SCHEMA_VERSION,
-            "file": key[0],
-            "sha256": key[1],
-            "jobs": num_jobs,
-            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.now())),
-        }
-        self._record.append(json.dumps(entry).encode() + b"\n")
 
 
 def _is_job_file(name: str) -> bool:

@@ -20,13 +20,7 @@ from gfgen.errors import OutputError
 from gfgen.job.images import as_rgb
 from gfgen.job.spec import FORMATS, VIDEO_SUFFIXES, format_of
 from gfgen.runtime.files import metadata as labels
-from gfgen.runtime.ipc.content import (
-    IMAGE_SUFFIXES,
-    SHRINKS,
-    Content,
-    name_file,
-    temporary_name,
-)
+from gfgen.runtime.ipc.content import IMAGE_SUFFIXES, SHRINKS, Content, name_file, temporary_name
 from gfgen.system.lifeline import die_with_parent
 from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes, num_cores
@@ -68,7 +62,6 @@ _CONTAINERS = {
 _PNG_HEAD_BYTES = 33
 _EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
 _JPEG_EXIF_BYTES = 65_533
-_INSTALL_FFMPEG = "cannot write videos without ffmpeg; pip install imageio-ffmpeg"
 
 
 def write_output(
@@ -208,8 +201,11 @@ def _write_video(
         _memory_file(samples) as sound_file,
         _memory_file() as complaints,
     ):
-        fds = (tag_file.fileno(), sound_file.fileno())
-        coding, sounds = _coding_options(metadata, path.suffix.lower()), _sound_input(sound, fds[1])
+        fds, sounds = (tag_file.fileno(), sound_file.fileno()), list[str]()
+        if sound is not None:
+            sounds = ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS))]
+            sounds += ["-i", f"pipe:{fds[1]}"]
+        coding = _coding_options(metadata, path.suffix.lower())
         command = _encode_command(frames, path, coding, fps=fps, tag_fd=fds[0], sound=sounds)
         with _ffmpeg(command, complaints=complaints, keep_fds=fds) as process:
             assert process.stdin is not None
@@ -220,12 +216,6 @@ def _write_video(
             status = process.wait()
         if status != 0:
             raise _encoder_error(status, complaints)
-
-
-def _sound_input(sound: Sound | None, fd: int) -> list[str]:
-    if sound is None:
-        return []
-    return ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS)), "-i", f"pipe:{fd}"]
 
 
 def _coding_options(metadata: labels.Metadata, suffix: str) -> list[str]:
@@ -295,7 +285,7 @@ def _ffmpeg_path() -> str:
 
         return str(imageio_ffmpeg.get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
-        raise OutputError(_INSTALL_FFMPEG) from error
+        raise OutputError("cannot write videos without ffmpeg; pip install imageio-ffmpeg") from error
 
 
 def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:

@@ -113,8 +113,8 @@ class TraceWriter(Observer):
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._jobs = {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=1)}
-        self._name_process(RANKS_PID, "ranks", sort_index=0)
-        self._name_process(JOBS_PID, "jobs", sort_index=1)
+        self._name("process", "ranks", place=0)
+        self._name("process", "jobs", pid=JOBS_PID, place=1)
         for rank in range(num_ranks):
             self._name_lane(rank, f"rank {rank}")
         args: dict[str, Any] = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
@@ -147,10 +147,9 @@ class TraceWriter(Observer):
                 self._output_written(event)
             case events.JobArrived():
                 self._arrived(event)
-            case events.JobTimedOut() if self._is_open(event.job_id):
-                self._instant(f"{event.job_id} timed out", event.time_s, args={"job": event.job_id})
-            case events.JobCancelled() if self._is_open(event.job_id):
-                self._instant(f"{event.job_id} cancelled", event.time_s, args={"job": event.job_id})
+            case events.JobTimedOut() | events.JobCancelled() if self._is_open(event.job_id):
+                what = "cancelled" if isinstance(event, events.JobCancelled) else "timed out"
+                self._instant(f"{event.job_id} {what}", event.time_s, args={"job": event.job_id})
             case events.OutputFailed() | events.FramesLost():
                 args = {"job": event.job_id, "reason": event.reason}
                 self._instant(f"{event.job_id} not written", event.time_s, args=args)
@@ -160,12 +159,11 @@ class TraceWriter(Observer):
             case events.PolicyChanged():
                 args = {"policy": event.policy, "reason": event.reason}
                 self._instant(f"policy {event.policy}", event.time_s, scope="g", args=args)
-            case events.ModelsChanged():
+            case events.ModelsChanged() | events.LoadFailed():
+                names = ", ".join(event.models)
                 change = {"models": list(event.models), "reason": event.reason}
-                self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
-            case events.LoadFailed():
-                failure = {"models": list(event.models), "reason": event.reason}
-                self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
+                what = f"models {names}" if isinstance(event, events.ModelsChanged) else f"{names} not loaded"
+                self._instant(what, event.time_s, scope="g", args=change)
             case events.RankLoaded():
                 start_s = event.time_s - event.load_s
                 self._slice('"load models"', event.rank, start_s, event.time_s, "{}")
@@ -276,11 +274,8 @@ class TraceWriter(Observer):
             return
         job.has_arrived = True
         self._instant(f"{event.job_id} arrives", event.time_s, args={"job": event.job_id})
-        args = {
-            "job": event.job_id,
-            "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS],
-            "tag": job.info.spec.tag,
-        }
+        spec = job.info.spec
+        args = {"job": event.job_id, "prompt": spec.prompt[:SHORT_PROMPT_CHARS], "tag": spec.tag}
         self._write(_span("b", job) | {"ts": _us(event.time_s), "args": args})
         self._count_open(event.time_s, change=1)
 
@@ -314,16 +309,12 @@ class TraceWriter(Observer):
         entry = {"ph": "i", "name": name, "pid": pid, "tid": lane or 0, "ts": _us(time_s)}
         self._write(entry | {"s": scope if lane is None else "t", "args": args})
 
-    def _name_process(self, pid: int, name: str, *, sort_index: int) -> None:
-        for kind, args in (
-            ("process_name", {"name": name}),
-            ("process_sort_index", {"sort_index": sort_index}),
-        ):
-            self._write({"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args})
+    def _name(self, kind: str, name: str, *, pid: int = RANKS_PID, lane: int = 0, place: int) -> None:
+        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            self._write({"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": lane, "args": args})
 
     def _name_lane(self, lane: int, name: str) -> None:
-        for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane})):
-            self._write({"ph": "M", "name": kind, "pid": RANKS_PID, "tid": lane, "args": args})
+        self._name("thread", name, lane=lane, place=lane)
 
     def _write(self, entry: Args) -> None:
         self._file.write(_encode(entry))

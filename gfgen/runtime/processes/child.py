@@ -19,7 +19,7 @@ from typing import Any
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.system import machine
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.arenas import RankArenas
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.settings import RankSettings
+from gfgen.runtime.ipc.messages import Channel
+from gfgen.runtime.ipc.settings import RankArenas, RankSettings
 from gfgen.runtime.processes.child import (
     GONE,
     STARTS,
@@ -58,12 +57,6 @@ MAX_SPARED = 4
 """Failures of one rank to load one model that it is not blamed for. Each costs a start."""
 
 ChildT = TypeVar("ChildT", bound=Child)
-
-
-class File(Protocol):
-    """Anything that a selector can watch."""
-
-    def fileno(self) -> int: ...
 
 
 def most_writers(*, are_on_gpus: bool, num_cores: int) -> int:
@@ -166,11 +159,11 @@ class WorkerPool:
 
     # The loop -------------------------------------------------------------------------------
 
-    def listen(self, file: File) -> None:
+    def listen(self, file: Any) -> None:
         """Let `turn` say when there is something to read in this file."""
         self._selector.register(file, selectors.EVENT_READ, file)
 
-    def ignore(self, file: File) -> None:
+    def ignore(self, file: Any) -> None:
         self._selector.unregister(file)
 
     def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
@@ -271,10 +264,8 @@ class WorkerPool:
     def _made(
         self, kind: type[ChildT], name: str, process: BaseProcess, channel: Channel, **facts: Any
     ) -> ChildT:
-        within_s = self.patience.killed_s
-        child = kind(
-            name=name, process=process, channel=channel, clock=self.clock, ends_within_s=within_s, **facts
-        )
+        facts |= {"clock": self.clock, "ends_within_s": self.patience.killed_s}
+        child = kind(name=name, process=process, channel=channel, **facts)
         self._selector.register(channel, selectors.EVENT_READ, child)
         return child
 

@@ -24,14 +24,7 @@ from dataclasses import dataclass, field
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskFailed
-from gfgen.runtime.ipc.messages import (
-    Abandon,
-    Abandoned,
-    EdgesRestarted,
-    RankTimes,
-    RestartEdges,
-    TaskFault,
-)
+from gfgen.runtime.ipc.messages import Abandon, Abandoned, EdgesRestarted, RankTimes, RestartEdges, TaskFault
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.pool import WorkerPool
 

@@ -45,20 +45,10 @@ from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
 from gfgen.models.parallel import counted_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
-from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.ipc.messages import Abandoned, Arenas, Channel, MemoryUse, SendState, WarmUp
+from gfgen.runtime.ipc.settings import CONTEXT_BYTES, SIDE_BYTES, RankSettings, WorkerSettings
 from gfgen.runtime.predict.profile_file import peak_key
-from gfgen.runtime.worker.device import (
-    Device,
-    Thread,
-    are_separate,
-    execute,
-    meet,
-    share_time,
-    task_kind,
-)
+from gfgen.runtime.worker.device import Device, Thread, are_separate, execute, meet, share_time, task_kind
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, Kind

@@ -29,7 +29,7 @@ import torch
 
 from gfgen.errors import AbortedError, PeerTimeoutError
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.device import Device, Thread

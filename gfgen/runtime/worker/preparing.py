@@ -17,7 +17,7 @@ import torch
 
 from gfgen.errors import REFUSALS, JobError, ModelError
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidError
 
