@@ -22,8 +22,7 @@ from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_warnings
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims, check_records
 from gfgen.runtime.predict.profile_file import check_profile

@@ -41,11 +41,11 @@ from gfgen.runtime.ipc.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    Transfer,
     WarmUp,
     WarmUpLater,
     WorkerFailed,
 )
-from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import jobs as worker_jobs

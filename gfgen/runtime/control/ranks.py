@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, plan_transfers
 from gfgen.runtime.core.events import RankLost
-from gfgen.runtime.ipc.messages import RankTimes
-from gfgen.runtime.ipc.migration import Transfer, plan_transfers
+from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.snapshot import RankView, RunningTask
 
 LOOKAHEAD_S = 0.005

@@ -29,8 +29,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.messages import RankTimes
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.runtime.predict.cost import CostModel, JobCosts
 from gfgen.snapshot import Decision, Snapshot
 

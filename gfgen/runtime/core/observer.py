@@ -34,7 +34,7 @@ class JobInfo:
     job_file: str | None = None
     """The job file, as the manifest names it (ownership.py); None for a job without one."""
     warnings: tuple[Warned, ...] = ()
-    """What in it does not act as written (effects.py)."""
+    """What in it does not act as written (admission.py)."""
     attempt: int = 1
     """Later ones have other seeds, because a filter wanted them (`--keep-if`)."""
 

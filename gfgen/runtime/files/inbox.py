@@ -25,8 +25,7 @@ from gfgen.errors import Problem, listed
 from gfgen.job.inputs import MAX_FILE_BYTES
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import WATCHED_NAME, is_finished

@@ -16,7 +16,20 @@ from gfgen.graph import Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.ipc.content import Content, NamedContent
-from gfgen.runtime.ipc.migration import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Elements `start` to `stop` of a field of a job's state along an axis, from one rank to another."""
+
+    source: int
+    destination: int
+    field: str
+    axis: int
+    start: int
+    stop: int
+    size_bytes: int
+
 
 # --- Workers: from the control plane --------------------------------------------------------
 

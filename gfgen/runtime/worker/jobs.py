@@ -17,8 +17,7 @@ import torch
 from gfgen.errors import ModelError
 from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
-from gfgen.runtime.ipc.messages import RankTimes, RunTask, StartJob
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import RankTimes, RunTask, StartJob, Transfer
 from gfgen.runtime.ipc.slab import OutputShape, Slab, map_for
 from gfgen.runtime.worker.dispatches import InputVoidError
 
