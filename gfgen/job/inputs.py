@@ -22,23 +22,19 @@ from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, sug
 from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 from gfgen.job.weighted import AUTO, PLAIN
 
-MAX_FILE_BYTES = 2**28
-"""Of a file that is read into memory, and of a line of JSON Lines."""
-HEAD_BYTES = 2**16
-"""Of a file, from which its kind is known."""
+MAX_FILE_BYTES = 2**28  # of a file that is read into memory, and of a line of JSON Lines
+HEAD_BYTES = 2**16  # of a file, from which its kind is known
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
 PARQUET, PARQUET_SUFFIX = "Parquet", ".parquet"
-PARQUET_ROWS = 1_000
-"""They are read that many at a time."""
+PARQUET_ROWS = 1_000  # they are read that many at a time
 STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
 """Of sources that are not files, in messages."""
 TABLE_SUFFIXES = (".csv", ".tsv")
-TEXT_SUFFIXES = ("", ".txt")
-"""A file of prompts has such a name, or none: it is the standard input."""
+TEXT_SUFFIXES = ("", ".txt")  # a file of prompts has such a name, or none: it is the standard input
 DELIMITERS = ",;\t"
 TOO_DEEP = "nested too deeply; the fields of a job are strings and numbers"
 OVER_LINES = (
@@ -407,12 +403,9 @@ class PromptLines:
     <lora:ink:0.8> a fox                                      a file of a folder (--lora-dir)
     """
 
-    is_plain: bool = False
-    """Take lines as they are."""
-    loras: Path | None = None
-    """The folder of LoRAs; without it, <lora:...> stays text."""
-    syntax: str = AUTO
-    """Of prompts on lines of A1111."""
+    is_plain: bool = False  # take lines as they are
+    loras: Path | None = None  # the folder of LoRAs; without it, <lora:...> stays text
+    syntax: str = AUTO  # of prompts on lines of A1111
     recognised: Counter[str] = field(default_factory=Counter)
 
     def told(self, kind: str) -> str:

@@ -58,8 +58,7 @@ from gfgen.job.weighted import AUTO
 
 MAX_PROBLEMS = 1_000
 SHORT_DAY_S = 23 * 3_600
-BAR_FROM = 10_000
-"""Lines that are read, or jobs that are admitted, without a progress bar."""
+BAR_FROM = 10_000  # lines that are read, or jobs that are admitted, without a progress bar
 
 KEY_BYTES = 17
 T = TypeVar("T")
@@ -72,12 +71,10 @@ class ParsedJobs:
     source: str
     specs: Sequence[JobSpec]
     problems: tuple[Problem, ...]
-    kinds: tuple[tuple[str, str], ...] = ()
-    """Each file that is not JSON Lines, and what it is."""
+    kinds: tuple[tuple[str, str], ...] = ()  # each file that is not JSON Lines, and what it is
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     num_varied: int = 0
-    num_done: int = 0
-    """Further jobs, on lines that a `LineIndex` knows."""
+    num_done: int = 0  # further jobs, on lines that a `LineIndex` knows
     keys: bytes | bytearray = b""
     """With a `LineIndex`, KEY_BYTES for each of `specs`: its line's, and whether it has the id; or zeros."""
 
@@ -87,8 +84,7 @@ class DoneJob:
     id: str
     output: str | None
     format: str | None
-    has_own_id: bool
-    """The line gives it."""
+    has_own_id: bool  # the line gives it
 
 
 class LineIndex(Protocol):
@@ -233,14 +229,11 @@ class _JobList:
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
     num_varied: int = 0
-    index: LineIndex | None = None
-    """Lines that it knows are not decoded."""
-    context: str = ""
-    """Of keys, beside the line and its defaults."""
+    index: LineIndex | None = None  # lines that it knows are not decoded
+    context: str = ""  # of keys, beside the line and its defaults
     keys: bytearray = field(default_factory=bytearray)
     num_done: int = 0
-    place: int = 0
-    """Of the last job in its file, faulty ones included."""
+    place: int = 0  # of the last job in its file, faulty ones included
     id_takers: dict[str, int] = field(default_factory=dict)
     file_takers: dict[str, int] = field(default_factory=dict)
 
@@ -388,31 +381,23 @@ MAX_IDS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    files: tuple[str, ...] = ()
-    """Job files; "-" is standard input."""
+    files: tuple[str, ...] = ()  # job files; "-" is standard input
     prompts: tuple[str, ...] = ()
     given: tuple[object, ...] | None = None
     """The jobs of a program, prompts or mappings of fields, in place of files."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of all jobs, whatever the files say."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of all jobs, whatever the files say
     fallbacks: Mapping[str, Any] = field(default_factory=dict)
     """Fields of jobs where neither a line nor the defaults of its file have a value."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Of files in Parquet, by field: the only ones that are read."""
-    own_recipes: Recipes = field(default_factory=dict)
-    """Those of a user, by name."""
-    lora_folder: Path | None = None
-    """Of the LoRAs that lines of prompts name."""
-    is_plain: bool = False
-    """Whether lines of prompts are taken as they are."""
-    only: tuple[str, ...] = ()
-    """Patterns of ids; a job needs to match one."""
+    own_recipes: Recipes = field(default_factory=dict)  # those of a user, by name
+    lora_folder: Path | None = None  # of the LoRAs that lines of prompts name
+    is_plain: bool = False  # whether lines of prompts are taken as they are
+    only: tuple[str, ...] = ()  # patterns of ids; a job needs to match one
     tags: tuple[str, ...] = ()
-    limit: int | None = None
-    """The most jobs, the first ones of those that match."""
+    limit: int | None = None  # the most jobs, the first ones of those that match
     index: LineIndex | None = field(default=None, compare=False)
-    context: str = ""
-    """What else decides what the lines of an index mean, as a text."""
+    context: str = ""  # what else decides what the lines of an index mean, as a text
 
     def __post_init__(self) -> None:
         if "" in self.files:

@@ -35,13 +35,11 @@ from gfgen.job.images import NoImages
 from gfgen.job.spec import later_seed, numbered_name
 
 OWN_FIELDS = ("id", "output")
-VARIATION_FIELDS = ("vary", "seeds", "num_images")
-"""Fields of a line, not of a job."""
+VARIATION_FIELDS = ("vary", "seeds", "num_images")  # fields of a line, not of a job
 SIDES = {"size", "width", "height"}
 SEEDS = {"seed", "seeds"}
 MAX_JOBS = 1_000_000
-MAX_VARIATIONS = 100_000
-"""Jobs of a file, and of one line."""
+MAX_VARIATIONS = 100_000  # jobs of a file, and of one line
 MAX_LIST_BYTES = 2**24
 _NUM_IMAGES = in_range("num_images", 1, MAX_VARIATIONS, is_whole=True)
 CHOICE = re.compile(r"\{([^{}]*)\}")

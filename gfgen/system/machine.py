@@ -30,13 +30,11 @@ from gfgen.system.wording import counted, size_in_words
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_SPARE_FILES = 8
-"""Files that a run has open at once beside its outputs."""
+_SPARE_FILES = 8  # files that a run has open at once beside its outputs
 _PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
 RUN_BYTES, RANK_BYTES = 380_000_000, 80_000_000
 """Runs of tiny-wan on 1, 2 and 4 CPU ranks peak at 457, 552 and 689 MB; processes share their imports."""
-LEAST_FILE_BYTES = 1 << 27
-"""The shared memory of a rank is a file to the system."""
+LEAST_FILE_BYTES = 1 << 27  # the shared memory of a rank is a file to the system
 
 
 def num_cores() -> int:
@@ -169,13 +167,11 @@ def why_killed(kills_before: int) -> str | None:
     return f"killed for lack of memory{most}; fewer --ranks, smaller jobs or more memory help"
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Source: malloc.h of glibc."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # source: malloc.h of glibc
 KEPT_BYTES = 256 << 20
 """Freed memory kept at the end of the heap: 90 MB more at the end of a run, and no higher peak."""
 ALWAYS_RETURNED_BYTES = 1 << 20
-LARGEST_KEPT_BYTES = 1 << 30
-"""Larger blocks return to the kernel when they are freed."""
+LARGEST_KEPT_BYTES = 1 << 30  # larger blocks return to the kernel when they are freed
 
 
 def keep_freed_memory() -> None:
@@ -245,8 +241,7 @@ def check_limits(num_ranks: int = 0) -> None:
 
 
 _MAX_DEPTH = 32
-_NO_LIMIT = 1 << 60
-"""Version 1 writes a number near 2**63 where there is no limit."""
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 where there is no limit
 _LIMIT, _USED = ("memory.limit_in_bytes", "memory.max"), ("memory.usage_in_bytes", "memory.current")
 """The files of versions 1 and 2."""
 

@@ -21,10 +21,8 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.predict.cost import CostModel
 
 AHEAD = 1_000
-STEP = 100
-"""Other jobs come into sight after this many have ended."""
-Kind = tuple[str, str, int]
-"""Model, shape, tasks: jobs of one kind that have not begun have equal durations."""
+STEP = 100  # other jobs come into sight after this many have ended
+Kind = tuple[str, str, int]  # model, shape, tasks: jobs of one kind that have not begun have equal durations
 
 
 class Backlog(Observer):
@@ -40,19 +38,15 @@ class Backlog(Observer):
         ahead: int = AHEAD,
     ) -> None:
         self._jobs, self._ahead = jobs, ahead + STEP
-        self._ids: list[str | None] = []
-        """By place in `jobs`; None after the job was handed out."""
+        self._ids: list[str | None] = []  # by place in `jobs`; None after the job was handed out
         self._kinds = Counter[Kind]()
         self._examples: dict[Kind, AdmittedJob] = {}
         self._first: list[int] = []
         """Jobs that arrive after the start, are the first of their kind, or were begun before."""
-        self.near: dict[str, int] = {}
-        """Places of the jobs that were handed out and have not ended."""
+        self.near: dict[str, int] = {}  # places of the jobs that were handed out and have not ended
         self._failed: list[int] = []
-        self._num_ended = STEP
-        """Jobs since `take` handed some out."""
-        self._timed = array("L")
-        """Jobs whose deadlines count from their arrivals."""
+        self._num_ended = STEP  # jobs since `take` handed some out
+        self._timed = array("L")  # jobs whose deadlines count from their arrivals
         digest, keys, now, known = hashlib.sha256(), array("d"), time.time(), functools.cache(arrived_at)
         places: dict[str, array[int]] = {}
         for place, job in enumerate(jobs):
@@ -75,8 +69,7 @@ class Backlog(Observer):
             keys.extend((-spec.priority, math.inf if due is None else due, _work_of(job)))
             if spec.arrival_s <= 0:  # others are among the first
                 places.setdefault(spec.model or "", array("L")).append(place)
-        self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}
-        """Of a journal."""
+        self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}  # of a journal
         orders = [iter(order) for own in places.values() for order in _orders(own, keys)]
         self._orders = [(rest, list[int]()) for rest in orders]
         """The jobs of a model as some policy takes them, by place: those that wait, and the near ones."""

@@ -26,8 +26,7 @@ from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-MAX_POLICY_FAULTS = 3
-"""After this many calls in which the policy was at fault the run goes on under FALLBACK."""
+MAX_POLICY_FAULTS = 3  # after this many calls in which the policy was at fault the run goes on under FALLBACK
 FALLBACK = "fcfs"
 CHANGES_PER_CHOICE = 24
 """A policy is chosen again after this many arrivals and ends of jobs, or an eighth of the jobs left; at the
@@ -57,8 +56,7 @@ class Decider:
     ) -> None:
         self.policy = policy
         self._load = load
-        self.given_up: str | None = None
-        """Why FALLBACK has replaced the policy, if it has."""
+        self.given_up: str | None = None  # why FALLBACK has replaced the policy, if it has
         self.num_faults = 0
         self._clock = clock
         self.chooser = self._usual_chooser = chooser

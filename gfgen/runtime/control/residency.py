@@ -27,17 +27,13 @@ from gfgen.runtime.core.observer import Observer
 
 SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
-LOAD_BYTES_PER_S = 1e9
-"""Until ranks have loaded something: a disk that is neither slow nor fast."""
-COPY_BYTES_PER_S = 50e9
-"""The same for models that come back from main memory."""
+LOAD_BYTES_PER_S = 1e9  # until ranks have loaded something: a disk that is neither slow nor fast
+COPY_BYTES_PER_S = 50e9  # the same for models that come back from main memory
 
 _CROWDED = "they do not fit together beside the jobs that have come"
-RETRY_LOAD_S = 600.0
-"""A model that no rank could load is tried again for jobs that arrive this much later."""
+RETRY_LOAD_S = 600.0  # a model that no rank could load is tried again for jobs that arrive this much later
 
-Urgency = tuple[float, float]
-"""Minus the priority, and the deadline."""
+Urgency = tuple[float, float]  # minus the priority, and the deadline
 
 
 class _Parked(NamedTuple):
@@ -53,8 +49,7 @@ class ModelTurns:
         self._clock = clock
         self.resident = frozenset(resident)
         self.is_limited = is_limited
-        self.parked: dict[str, _Parked] = {}
-        """By job, the longest first."""
+        self.parked: dict[str, _Parked] = {}  # by job, the longest first
         self.urgent: set[str] = set()
         self._unloadable: dict[str, tuple[float, str]] = {}
         """By model that no rank could load: until when its jobs fail at once, and why."""
@@ -141,17 +136,14 @@ class Residency(Observer):
         self.note(jobs)
         self.kept: Mapping[Path, int] = {}
         """Bytes of models that come back from main memory when ranks have held them."""
-        self._copied: set[Path] = set()
-        """Those of them that ranks have held."""
+        self._copied: set[Path] = set()  # those of them that ranks have held
         self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}
         """Of loading from files, and from main memory."""
-        self._changed_s = 0.0
-        """When the last change was over."""
+        self._changed_s = 0.0  # when the last change was over
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
         self._lacked: set[Path] = set()
-        self._returning: set[Path] = set()
-        """Of which ranks should have a copy."""
+        self._returning: set[Path] = set()  # of which ranks should have a copy
 
     @property
     def is_needed(self) -> bool:

@@ -67,8 +67,7 @@ class State:
         self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         self._job_costs = JobCosts(self.jobs.records, costs)
-        self.expects_more = False
-        """Jobs may still be added: that all have ended does not finish the run."""
+        self.expects_more = False  # jobs may still be added: that all have ended does not finish the run
         self.backlog = Backlog()
 
     @property

@@ -48,8 +48,7 @@ class AdmittedJob:
 
     info: JobInfo
     trajectory: Trajectory
-    shape: str
-    """The cost model's key: jobs of one model and shape have equal durations."""
+    shape: str  # the cost model's key: jobs of one model and shape have equal durations
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
@@ -256,8 +255,7 @@ def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
 
 # Warnings -------------------------------------------------------------------------------------
 
-MAX_DETAILS = 3
-"""Details of a kind of warning that the log shows; the manifest has all."""
+MAX_DETAILS = 3  # details of a kind of warning that the log shows; the manifest has all
 _WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")
 """A weight up to 2: (16:9) and (12:30) are none."""
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")

@@ -25,8 +25,7 @@ class Clock:
         """The moment for which this turn decides: that of the snapshot, and of the journal's record of it."""
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
-        self.look_s = math.inf
-        """When to turn without an event, to decide what follows a task."""
+        self.look_s = math.inf  # when to turn without an event, to decide what follows a task
 
     @property
     def now_s(self) -> float:

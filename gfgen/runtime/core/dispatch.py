@@ -38,14 +38,12 @@ class Dispatch:
     predicted_end_s: float
     producer: int | None = None
     source: Layout | None = None
-    transfers: tuple[Transfer, ...] = ()
-    """Moves from `source` to `layout` before the task can start."""
+    transfers: tuple[Transfer, ...] = ()  # moves from `source` to `layout` before the task can start
     switch_s: float = 0.0
     """Predicted time to merge the job's patches, as a part of the task; 0 if the ranks hold them."""
     batch: range | None = None
     """The dispatches of its batch, by number: the rank computes their steps together."""
-    late_s: float = 0.0
-    """Of a step that a policy has approximated: how late its job would be without."""
+    late_s: float = 0.0  # of a step that a policy has approximated: how late its job would be without
 
     @property
     def predicted_s(self) -> float:

@@ -122,10 +122,8 @@ class OutputWritten(Event):
     size_bytes: int
     write_s: float
     writer: int = 0
-    sha256: str | None = None
-    """In hex."""
-    files: tuple[NamedContent, ...] = ()
-    """All files of a job with several; `path` is the first one."""
+    sha256: str | None = None  # in hex
+    files: tuple[NamedContent, ...] = ()  # all files of a job with several; `path` is the first one
     made: tuple[int, int, int] | None = None
     """Frames, height and width of each file, if only the decode knew them."""
 
@@ -148,8 +146,7 @@ class JobCancelled(Event):
 class JobArrived(Event):
     job_id: str
     spec_hash: str = ""
-    seed: int | None = None
-    """Drawn for a job that asks for a random one."""
+    seed: int | None = None  # drawn for a job that asks for a random one
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +174,7 @@ class ModelsChanged(Event):
     """Ranks hold these models from now on, and load missing ones after their current task."""
 
     models: Sequence[str]
-    load_s: float
-    """Predicted."""
+    load_s: float  # predicted
     reason: str
 
 

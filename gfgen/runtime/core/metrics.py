@@ -13,11 +13,9 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import MAX_NAMED, in_words, size_in_words
 
-MAX_LATENCIES = 10_000
-"""Percentiles are those of this many jobs, the last ones."""
+MAX_LATENCIES = 10_000  # percentiles are those of this many jobs, the last ones
 ALL_TAGS = "all"
-PERCENTILES_FROM = 100
-"""Jobs; the 99th percentile of fewer is their maximum."""
+PERCENTILES_FROM = 100  # jobs; the 99th percentile of fewer is their maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,7 @@ class Latency:
     p50_s: float
     p95_s: float
     p99_s: float
-    is_sampled: bool = False
-    """The percentiles (not the mean) are those of the last MAX_LATENCIES jobs."""
+    is_sampled: bool = False  # the percentiles (not the mean) are those of the last MAX_LATENCIES jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +55,17 @@ class Summary:
     latency: Latency | None = None
     deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
     num_ranks: int = 0
-    busy_s: float = 0.0
-    """Of all ranks: executing tasks."""
-    waited_s: float = 0.0
-    """Of all ranks: holding a task whose input was not there yet."""
-    moved_s: float = 0.0
-    """Of all ranks: copying a task's input."""
+    busy_s: float = 0.0  # of all ranks: executing tasks
+    waited_s: float = 0.0  # of all ranks: holding a task whose input was not there yet
+    moved_s: float = 0.0  # of all ranks: copying a task's input
     num_model_changes: int = 0
-    load_s: float = 0.0
-    """Of a rank's time, on average: loading models at these changes."""
-    memory: Mapping[int, MemoryUse] = field(default_factory=dict)
-    """By rank; empty where nobody could tell."""
+    load_s: float = 0.0  # of a rank's time, on average: loading models at these changes
+    memory: Mapping[int, MemoryUse] = field(default_factory=dict)  # by rank; empty where nobody could tell
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
     num_cancelled: int = 0
     num_dropped: int = 0
-    failures: tuple[str, ...] = ()
-    """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
+    failures: tuple[str, ...] = ()  # 'id: reason' of the first jobs that failed, MAX_NAMED at most
 
     @property
     def num_jobs(self) -> int:
@@ -207,15 +198,13 @@ class Metrics(Observer):
     """Adds up what happens; `summary` may be asked at any time."""
 
     def __init__(self) -> None:
-        self._sums = Summary()
-        """What needs no further computation."""
+        self._sums = Summary()  # what needs no further computation
         self._num_jobs = 0
         self._num_ended: Counter[str] = Counter()
         self._latency_s = 0.0
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._num_due: Counter[str] = Counter()
-        self._num_met: Counter[str] = Counter()
-        """By tag: jobs with a deadline, and those of them that met it."""
+        self._num_met: Counter[str] = Counter()  # by tag: jobs with a deadline, and those of them that met it
         self._first_s, self._last_s = math.inf, 0.0
         """The first arrival of a job that has ended, and the last end."""
 

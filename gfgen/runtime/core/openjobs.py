@@ -39,8 +39,7 @@ class OpenJobs:
         self._next_number = itertools.count()
         self._orders: dict[SortKey, _SortedViews] = {}
         self._num_unbegun: Counter[JobKind] = Counter()
-        self.generation = 0
-        """Rises with every change."""
+        self.generation = 0  # rises with every change
 
     def __len__(self) -> int:
         return len(self._views)
@@ -111,8 +110,7 @@ class _SortedViews:
     """One sorted list. Keys are computed when a policy asks, not when the state changes."""
 
     key: SortKey
-    changed: set[str]
-    """Jobs added, changed or removed since the last update of the list."""
+    changed: set[str]  # jobs added, changed or removed since the last update of the list
     places: dict[str, tuple[Any, int]] = field(default_factory=dict)
     """By job: its sort key, and its number in the order of opening."""
     keys: list[tuple[Any, int]] = field(default_factory=list)
@@ -152,8 +150,7 @@ class OpenJobOrders:
         self._jobs = jobs
         self._generation = jobs.generation
         self._of = of
-        self._joining = joining
-        """Jobs of the snapshot that are not open yet."""
+        self._joining = joining  # jobs of the snapshot that are not open yet
 
     def sorted(self, views: Mapping[str, JobView], key: SortKey) -> list[JobView] | None:
         """These views in order; None if they are not the snapshot's, or the snapshot is out of date."""

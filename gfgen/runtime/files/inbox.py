@@ -38,10 +38,8 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 REPORT_SUFFIX = ".errors.txt"
-SETTLED_S = 1.0
-"""A file that has not changed for this time is complete."""
-UNFINISHED_S = 30.0
-"""The same for a file whose last line has no end."""
+SETTLED_S = 1.0  # a file that has not changed for this time is complete
+UNFINISHED_S = 30.0  # the same for a file whose last line has no end
 LOOK_S = 0.5
 
 AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
@@ -69,8 +67,7 @@ class Inbox(Observer):
     folder: Path
     _: KW_ONLY
     output_dir: Path
-    admit: AdmitSpecs
-    """Gives the jobs that can run, and the problems of the others."""
+    admit: AdmitSpecs  # gives the jobs that can run, and the problems of the others
     skip_invalid: bool = False
     overwrite: bool = False
     named_at: float | None = None
@@ -79,13 +76,10 @@ class Inbox(Observer):
     def __post_init__(self) -> None:
         self._manifest = ManifestIndex(self.output_dir)
         self._sights: dict[str, _FileScan] = {}
-        self._unreadable: set[str] = set()
-        """Names of files that cannot be read, as the log says."""
+        self._unreadable: set[str] = set()  # names of files that cannot be read, as the log says
         self._known: dict[str, _WatchedJob] = {}
-        self._owners: dict[str, str] = {}
-        """By key of an output name: the key of the job that writes it."""
-        self._taken: set[tuple[str, str]] = set()
-        """Name and content of the files that this process has taken."""
+        self._owners: dict[str, str] = {}  # by key of an output name: the key of the job that writes it
+        self._taken: set[tuple[str, str]] = set()  # name and content of the files that this process has taken
         self._before = read_taken(self.output_dir / WATCHED_NAME)
         self._record = LineFile(self.output_dir / WATCHED_NAME)
         self._is_missing = False

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = ".gfgen.index"
 VERSION = 1
-CATCH_UP = 1_000
-"""Ends of jobs, in a run."""
+CATCH_UP = 1_000  # ends of jobs, in a run
 _MARK_BYTES = 4_096
 _TABLES = """
 CREATE TABLE ended (id TEXT PRIMARY KEY, start INT, size INT, status TEXT, at REAL) WITHOUT ROWID;

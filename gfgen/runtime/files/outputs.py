@@ -26,14 +26,12 @@ from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes, num_cores
 from gfgen.system.wording import size_in_words
 
-Frames = NDArray[np.uint8 | np.uint16]
-"""16 bits only for PNG."""
+Frames = NDArray[np.uint8 | np.uint16]  # 16 bits only for PNG
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    samples_CS: NDArray[np.float32]
-    """Channels and samples, in [-1, 1]."""
+    samples_CS: NDArray[np.float32]  # channels and samples, in [-1, 1]
     rate: int
 
 

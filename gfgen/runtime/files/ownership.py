@@ -159,23 +159,18 @@ class Claims:
     """Which jobs an output folder has, and which of its files jobs may replace."""
 
     output_dir: Path
-    job_file: str
-    """Of jobs whose lines do not say."""
+    job_file: str  # of jobs whose lines do not say
     inputs: Sequence[Path] = ()
     overwrite: bool = False
-    force: bool = False
-    """Finished jobs run again."""
-    only_failed: bool = False
-    """Jobs that have not failed before are left out."""
+    force: bool = False  # finished jobs run again
+    only_failed: bool = False  # jobs that have not failed before are left out
     done_ids: set[str] = field(default_factory=set)
     named_at: float | None = None
     published: Mapping[str, str] = field(default_factory=dict)
     """Hashes of jobs whose files are in a store, by id."""
-    forced_from: int | None = None
-    """With `force`: bytes of the manifest when the runs of this --force began."""
+    forced_from: int | None = None  # with `force`: bytes of the manifest when the runs of this --force began
 
-    index: ManifestIndex | None = None
-    """In place of the whole manifest in memory."""
+    index: ManifestIndex | None = None  # in place of the whole manifest in memory
     num_known: int = 0
     """Finished jobs that are not among those that were admitted, because the index knows their lines."""
 

@@ -35,8 +35,7 @@ MAX_WRITERS = 100
 FIRST_WRITER_TID = 100 * MAX_WRITERS
 """Above all ranks: those of a cluster have new numbers whenever a node joins. Older traces have 100."""
 SHORT_PROMPT_CHARS = 80
-MIN_SLICE_S = 10e-6
-"""Waits and moves below this are in the slice's args only."""
+MIN_SLICE_S = 10e-6  # waits and moves below this are in the slice's args only
 
 _encode = json.JSONEncoder().encode
 Args = Mapping[str, Any]

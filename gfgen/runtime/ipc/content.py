@@ -39,12 +39,10 @@ _FOLDERS_REFUSE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno
 @dataclass(frozen=True, slots=True)
 class Content:
     size_bytes: int
-    sha256: str | None = None
-    """In hex; None if unknown: then only the size is compared."""
+    sha256: str | None = None  # in hex; None if unknown: then only the size is compared
 
 
-NamedContent = tuple[str, int, str | None]
-"""Name, size in bytes and SHA-256 of one of several files of a job."""
+NamedContent = tuple[str, int, str | None]  # name, size in bytes and SHA-256 of one of several files of a job
 
 
 def content_of(path: Path) -> Content:

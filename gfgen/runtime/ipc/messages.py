@@ -59,8 +59,7 @@ class RunTask(NamedTuple):
     expected_s: float = 0.0
     batch_end: int | None = None
     """The last dispatch of its batch: this task waits for those up to it, and runs with them."""
-    is_approximate: bool = False
-    """Whether a policy chose that the step runs no transformer."""
+    is_approximate: bool = False  # whether a policy chose that the step runs no transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,8 @@ class Arenas:
 
     data_bytes: int
     post_bytes: int
-    incarnations: tuple[int, ...]
-    """Of all ranks, by rank."""
-    ranks: tuple[int, ...]
-    """The ranks of the arenas, in the order of the descriptors."""
+    incarnations: tuple[int, ...]  # of all ranks, by rank
+    ranks: tuple[int, ...]  # the ranks of the arenas, in the order of the descriptors
     counts_tokens: bool = False
     """Whether all ranks of the run pad texts (models/parallel/counted_attention.py); otherwise none does."""
 
@@ -110,14 +107,10 @@ class WarmUp:
     number: int
     spec: JobSpec
     checkpoint: str
-    degrees: tuple[Degrees, ...] = ()
-    """Of the layouts whose steps to prepare, in any slot."""
-    decodes: tuple[int, ...] = ()
-    """The numbers of ranks that may share a decode."""
-    has_texts: bool = False
-    """Whether to prepare prompts of all lengths."""
-    in_own_slot: bool = False
-    """Only in the slot that the rank has if all layouts begin with rank 0."""
+    degrees: tuple[Degrees, ...] = ()  # of the layouts whose steps to prepare, in any slot
+    decodes: tuple[int, ...] = ()  # the numbers of ranks that may share a decode
+    has_texts: bool = False  # whether to prepare prompts of all lengths
+    in_own_slot: bool = False  # only in the slot that the rank has if all layouts begin with rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +166,7 @@ class WorkerReady:
 
     rank: int
     startup_s: float
-    counts_tokens: bool = False
-    """Whether it can pad texts and exclude the padding from attention."""
+    counts_tokens: bool = False  # whether it can pad texts and exclude the padding from attention
     read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none
 
 
@@ -224,20 +216,14 @@ class RankTimes(NamedTuple):
 
     rank: int
     started_s: float
-    ended_s: float
-    """The rank executes nothing else from `started_s` until then."""
-    waited_s: float = 0.0
-    """Wait for the task's input, before `started_s`."""
-    moved_s: float = 0.0
-    """Copy of the input, before `started_s`."""
-    idle_s: float | None = None
-    """On a GPU, by its clock: from the end of the rank's last task to `started_s`."""
-    peak_bytes: int | None = None
-    """On a GPU: the most that torch had allocated while the task was launched."""
+    ended_s: float  # the rank executes nothing else from `started_s` until then
+    waited_s: float = 0.0  # wait for the task's input, before `started_s`
+    moved_s: float = 0.0  # copy of the input, before `started_s`
+    idle_s: float | None = None  # on a GPU, by its clock: from the end of the rank's last task to `started_s`
+    peak_bytes: int | None = None  # on a GPU: the most that torch had allocated while the task was launched
     is_first_use: bool = False
     """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
-    prepared_s: float = 0.0
-    """The part of `waited_s` in which the rank recorded graphs for it."""
+    prepared_s: float = 0.0  # the part of `waited_s` in which the rank recorded graphs for it
 
     @property
     def busy_s(self) -> float:
@@ -280,13 +266,11 @@ class Pong:
 class MemoryUse:
     """Bytes of memory that a rank has used since the start of its run or process."""
 
-    host_bytes: int
-    """Peak of main memory, including the pages read of mapped weights, which ranks share."""
+    host_bytes: int  # peak of main memory, including the pages read of mapped weights, which ranks share
     device_peaks: Mapping[str, int] = field(default_factory=dict)
     """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
     reserved_bytes: int = 0
-    arena_bytes: int = 0
-    """GPU memory for exchanges with other ranks."""
+    arena_bytes: int = 0  # GPU memory for exchanges with other ranks
     task_peaks: Mapping[str, int] = field(default_factory=dict)  # as `Profile.peaks`
 
 
@@ -315,8 +299,7 @@ class WriteRequest:
     """Write a job's frames; sent with a memfd of uint8 [F, H, W, 3]."""
 
     job_id: str
-    shape: tuple[int, int, int, int] | None
-    """None if the memory says it (slab.py)."""
+    shape: tuple[int, int, int, int] | None  # None if the memory says it (slab.py)
     path: str
     fps: float | None
     metadata: Mapping[str, Any]
@@ -349,16 +332,13 @@ class WriteFailed:
 
     job_id: str
     reason: str
-    is_full: bool = False
-    """The disk, or the user's quota, has no room."""
+    is_full: bool = False  # the disk, or the user's quota, has no room
 
 
 # --- The channel ----------------------------------------------------------------------------
 
-MAX_MESSAGE_BYTES = 1 << 18
-"""Above Linux's limit for one message with default socket buffers (208 KiB)."""
-MAX_FDS = 9
-"""The arenas of 8 ranks, and the receiver's own page."""
+MAX_MESSAGE_BYTES = 1 << 18  # above Linux's limit for one message with default socket buffers (208 KiB)
+MAX_FDS = 9  # the arenas of 8 ranks, and the receiver's own page
 _ANCILLARY_BYTES = socket.CMSG_LEN(MAX_FDS * array("i").itemsize)
 
 

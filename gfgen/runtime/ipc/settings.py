@@ -27,8 +27,7 @@ torus of two, 168 MB, are one exchange, also where there are three kinds of grou
 SIDE_BYTES = 256 * MIB
 """On each GPU, in addition to its arena: half for arriving and half for departing state. Twice the state of a
 job of 704x1280x81, which is assembled from parts."""
-CONTEXT_BYTES = 600_000_000
-"""GPU memory of CUDA and its libraries; a low estimate."""
+CONTEXT_BYTES = 600_000_000  # GPU memory of CUDA and its libraries; a low estimate
 
 
 def default_plan(*, num_ranks: int, are_on_gpus: bool, over_host: bool = False) -> ArenaPlan:
@@ -47,17 +46,13 @@ class RankSettings:
     """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
-    over_host: bool = False
-    """Whether arenas of ranks on GPUs lie in main memory."""
-    memory_limit: int | None = None
-    """Bytes of its GPU that a rank may use; None for all."""
-    plan: ArenaPlan | None = None
-    """The arena of each rank; None for the usual size."""
+    over_host: bool = False  # whether arenas of ranks on GPUs lie in main memory
+    memory_limit: int | None = None  # bytes of its GPU that a rank may use; None for all
+    plan: ArenaPlan | None = None  # the arena of each rank; None for the usual size
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     precision: Precision = Precision()
-    has_graphs: bool = False
-    """On a GPU: whether forwards may be recorded, to be launched at once."""
+    has_graphs: bool = False  # on a GPU: whether forwards may be recorded, to be launched at once
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Of models with streamed blocks, by checkpoint."""
     kept: Mapping[str, int] = field(default_factory=dict)
@@ -65,8 +60,7 @@ class RankSettings:
     patch_copies_on_host: tuple[str, ...] = ()
     """On a GPU: models of which host memory has the copies of the weights that patches change."""
     trusts_code: bool = False
-    kernels: KernelChoice = "own"
-    """Of the steps of pipelines without an adapter of their own."""
+    kernels: KernelChoice = "own"  # of the steps of pipelines without an adapter of their own
     are_all_needed: bool = False
     """If a rank cannot start, the start ends, as for measurements; otherwise the others go on without it."""
 
@@ -100,8 +94,7 @@ class RankSettings:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     rank: int
-    checkpoints: tuple[str, ...]
-    """Of the models that it loads first."""
+    checkpoints: tuple[str, ...]  # of the models that it loads first
     ranks: RankSettings
     tuned_tables: Mapping[str, str] = field(default_factory=dict)
     """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""

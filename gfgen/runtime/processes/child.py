@@ -46,15 +46,12 @@ class AwakeClock:
 class Patience:
     """How long to wait before a process counts as hung and is killed."""
 
-    starting_s: float = 1800.0
-    """For loading the models, which takes minutes from a slow disk."""
-    warm_up_s: float = 600.0
-    """Between two answers of ranks that warm up before a run."""
+    starting_s: float = 1800.0  # for loading the models, which takes minutes from a slow disk
+    warm_up_s: float = 600.0  # between two answers of ranks that warm up before a run
     ping_s: float = 1.0
     silence_s: float = 10.0
     """Without any message, even after pings. Python that computes without the interpreter's lock answers."""
-    task_s: float = 300.0
-    """A task may run this much longer than predicted, or `task_factor` times as long."""
+    task_s: float = 300.0  # a task may run this much longer than predicted, or `task_factor` times as long
     task_factor: float = 20.0
     wait_s: float = 30.0
     """For a wait for a busy rank during a task, or `wait_factor` times the task's predicted duration."""
@@ -94,18 +91,13 @@ class Patience:
 
 
 class Phase(StrEnum):
-    STARTING = "starting"
-    """It loads its models."""
+    STARTING = "starting"  # it loads its models
     INTRODUCING = "introducing"
     """Its models are loaded. It maps the arenas of its peers, and they map its own."""
-    PREPARING = "preparing"
-    """It changes its models, or runs tasks like those of the first job."""
-    SERVING = "serving"
-    """It takes tasks, or files."""
-    ENDING = "ending"
-    """It was killed, and its channel has not ended."""
-    STUCK = "stuck"
-    """It was killed and does not end. It runs none of our code, but its device is not free."""
+    PREPARING = "preparing"  # it changes its models, or runs tasks like those of the first job
+    SERVING = "serving"  # it takes tasks, or files
+    ENDING = "ending"  # it was killed, and its channel has not ended
+    STUCK = "stuck"  # it was killed and does not end. It runs none of our code, but its device is not free.
     ENDED = "ended"
     """Its process is reaped. A worker without a successor stays in this phase: its rank is retired."""
 
@@ -239,13 +231,10 @@ class WriterProcess(Child):
 class RankProcess(Child):
     rank: int
     incarnation: int = 1
-    has_arenas: bool = False
-    """It knows its peers' arenas, and they know its own or will get it."""
-    unknown_to: set[int] = field(default_factory=set)
-    """Ranks that have not mapped its arena yet."""
+    has_arenas: bool = False  # it knows its peers' arenas, and they know its own or will get it
+    unknown_to: set[int] = field(default_factory=set)  # ranks that have not mapped its arena yet
     counts_tokens: bool = False
-    startup_s: float = 0.0
-    """How long it took to load its models."""
+    startup_s: float = 0.0  # how long it took to load its models
     weights_s: float = 0.0
     """The part of `startup_s` that it took to load them; before that it gets its device ready."""
     read_bytes_per_s: float = 0.0  # as it said last, unless it had no streamed blocks then
@@ -253,16 +242,14 @@ class RankProcess(Child):
     loads_since_s: float | None = None
     requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
-    later: tuple[messages.WarmUp, ...] = ()
-    """What it prepares between tasks; it is told when it serves."""
+    later: tuple[messages.WarmUp, ...] = ()  # what it prepares between tasks; it is told when it serves
     load_s: float | None = None
     """The time that the last change of models has taken so far, until it is complete."""
     copied: tuple[str, ...] = ()  # as in `ModelsSet`, of that change
     has_joined: bool = False
     jobs: set[str] = field(default_factory=set)
     is_to_blame: bool = True
-    heard_s: float = field(init=False)
-    """When its last message came."""
+    heard_s: float = field(init=False)  # when its last message came
 
     def __post_init__(self) -> None:
         self.since_s = self.heard_s = self.clock.now_s

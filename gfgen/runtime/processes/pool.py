@@ -43,18 +43,12 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
 """A rank that dies that often within this time is retired: something is wrong with its device."""
-_EXIT_S = 5.0
-"""How long a process may take to end after the pool has closed its channel; then it is killed."""
-_REAP_S = 1.0
-"""The same if the process has closed its channel."""
-_TICK_S = 0.25
-"""A turn of the loop takes this long at most if nothing happens."""
-WRITER_PAUSE_S = 1.0
-"""The delay before another writer replaces one that could not start."""
-MAX_FAILURES = 2
-"""Of one rank to load one model."""
-MAX_SPARED = 4
-"""Failures of one rank to load one model that it is not blamed for. Each costs a start."""
+_EXIT_S = 5.0  # how long a process may take to end after the pool has closed its channel; then it is killed
+_REAP_S = 1.0  # the same if the process has closed its channel
+_TICK_S = 0.25  # a turn of the loop takes this long at most if nothing happens
+WRITER_PAUSE_S = 1.0  # the delay before another writer replaces one that could not start
+MAX_FAILURES = 2  # of one rank to load one model
+MAX_SPARED = 4  # failures of one rank to load one model that it is not blamed for. Each costs a start.
 
 ChildT = TypeVar("ChildT", bound=Child)
 
@@ -113,17 +107,14 @@ class WorkerPool:
         self.meeting = Meeting(self._arenas, self.workers, self.islands)
         self.deaths: dict[int, list[float]] = defaultdict(list)
         """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
-        self.last_number = 0
-        """The last dispatch that these workers got, in any run."""
+        self.last_number = 0  # the last dispatch that these workers got, in any run
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
         self._kept: tuple[str, ...] = ()
         """Models that ranks may have the copies of mapped although they do not hold them."""
-        self.is_stopping = False
-        """The run is about to end: no rank is replaced."""
-        self._left_out: set[int] = set()
-        """Ranks that were not replaced for that reason."""
+        self.is_stopping = False  # the run is about to end: no rank is replaced
+        self._left_out: set[int] = set()  # ranks that were not replaced for that reason
         self._waiting: set[int] = set()
         """Ranks whose process has ended, and that start when others have tried to load a model."""
         if num_writers is None:
@@ -356,12 +347,10 @@ class HeldModels:
     """
 
     def __init__(self, checkpoints: Sequence[Path]) -> None:
-        self.checkpoints = tuple(map(str, checkpoints))
-        """A worker that starts now loads these."""
+        self.checkpoints = tuple(map(str, checkpoints))  # a worker that starts now loads these
         self.unloadable: dict[str, str] = {}
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
-        self._holders: set[int] = set()
-        """Ranks that hold all models."""
+        self._holders: set[int] = set()  # ranks that hold all models
         self.judge(is_changing=False)
 
     def weights_mark(self, checkpoint: Path) -> str:

@@ -187,17 +187,14 @@ class Cause:
 @dataclass(slots=True, eq=False)
 class Attempt:
     dispatch: Dispatch
-    deadline_s: float
-    """When it counts as overdue; if it is given up, when a rank that has not left it does."""
+    deadline_s: float  # when it counts as overdue; if it is given up, when a rank that has not left it does
     paused_before_s: float = 0.0  # AwakeClock.paused_s at its begin
     reports: dict[int, RankTimes] = field(default_factory=dict)
     is_given_up: bool = False
-    cause: Cause | None = None
-    """Why it is given up; None if that is no fault of its own."""
+    cause: Cause | None = None  # why it is given up; None if that is no fault of its own
     is_overdue: bool = False
     """It did not end in time. A rank hangs, or all wait for something that never comes."""
-    is_unwanted: bool = False
-    """It is given up because nobody wants its result."""
+    is_unwanted: bool = False  # it is given up because nobody wants its result
 
     @property
     def unreported(self) -> list[int]:

@@ -35,10 +35,8 @@ class Device:
 
     maps_between_tasks = False
     """New arenas are mapped by the main thread, because mapping waits for the device."""
-    arena_fds: tuple[int, ...] = ()
-    """The control plane hands these to the other ranks."""
-    counts_tokens = False
-    """Whether this device can pad texts at almost no cost."""
+    arena_fds: tuple[int, ...] = ()  # the control plane hands these to the other ranks
+    counts_tokens = False  # whether this device can pad texts at almost no cost
 
     def __init__(
         self,
@@ -49,8 +47,7 @@ class Device:
         load_model: Callable[[str], Adapter],
     ) -> None:
         self.adapters = adapters
-        self.endpoint: Any = None
-        """None before `connect`."""
+        self.endpoint: Any = None  # None before `connect`
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model

@@ -38,8 +38,7 @@ class Shipment:
     """Latents to send on."""
 
     fields: Fields
-    is_there: Any = None
-    """The device's event that follows them if they are only enqueued, otherwise None."""
+    is_there: Any = None  # the device's event that follows them if they are only enqueued, otherwise None
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
@@ -88,8 +87,7 @@ class RankJob:
     """By constant (prompt, condition) that is here: the dispatch that made it; None for long ended ones."""
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None if they are not here."""
-    is_there: Any = None
-    """The event of those latents, as in `Shipment`."""
+    is_there: Any = None  # the event of those latents, as in `Shipment`
     wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
     """By dispatch: the sender thread's futures of its latents."""
 
@@ -172,18 +170,13 @@ class RankTask:
     message: RunTask
     job: RankJob
     task: Task
-    frames_fd: int | None = None
-    """The writer's memory, for a decode; the thread for frames closes it."""
-    made: dict[str, Fields] = field(default_factory=dict)
-    """What the task makes, which may be only enqueued."""
-    total: torch.Tensor | None = None
-    """`sum_of` its output; in host memory when the task has ended."""
-    is_there: Any = None
-    """The device's event that follows the output; None if it is there."""
+    frames_fd: int | None = None  # the writer's memory, for a decode; the thread for frames closes it
+    made: dict[str, Fields] = field(default_factory=dict)  # what the task makes, which may be only enqueued
+    total: torch.Tensor | None = None  # `sum_of` its output; in host memory when the task has ended
+    is_there: Any = None  # the device's event that follows the output; None if it is there
     launch: Any = None
     times: RankTimes = field(default_factory=partial(RankTimes, 0, 0.0, 0.0))
-    error: Exception | None = None
-    """Why it has failed, if steps of other jobs that ran with it have not."""
+    error: Exception | None = None  # why it has failed, if steps of other jobs that ran with it have not
 
     @property
     def number(self) -> int:

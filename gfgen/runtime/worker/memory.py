@@ -20,8 +20,7 @@ import torch
 
 from gfgen.runtime.worker.jobs import as_bytes
 
-_WITHOUT_TASKS = 0
-"""The default stream, which a worker leaves when it has loaded its first models."""
+_WITHOUT_TASKS = 0  # the default stream, which a worker leaves when it has loaded its first models
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ class _Look:
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
-    num_asked: int
-    """How often torch took memory from the device, or gave some back."""
+    num_asked: int  # how often torch took memory from the device, or gave some back
 
     @property
     def free_bytes(self) -> int:
@@ -40,14 +38,12 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    num_asked: int
-    """If the number is unchanged, the segments are the same."""
+    num_asked: int  # if the number is unchanged, the segments are the same
     allocated_bytes: int
     """If this is unchanged as well, assume that the same parts of the segments are in use."""
     own_bytes: int
     free_bytes: int
-    settled_bytes: int
-    """In use on the stream without tasks: weights, which stay until models change."""
+    settled_bytes: int  # in use on the stream without tasks: weights, which stay until models change
 
 
 class DeviceMemory:
@@ -60,10 +56,8 @@ class DeviceMemory:
         self._needed: dict[Hashable, int] = {}
         """By familiar kind of task: the bytes that its launch took at once."""
         self._peaks: dict[str, int] = {}
-        self.last_peak_bytes = self.last_own_bytes = 0
-        """Of the last launch; without what was in use before."""
-        self.beside_bytes = 0
-        """Of weights that torch does not know (models/streaming/keeping.py)."""
+        self.last_peak_bytes = self.last_own_bytes = 0  # of the last launch; without what was in use before
+        self.beside_bytes = 0  # of weights that torch does not know (models/streaming/keeping.py)
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -168,8 +162,7 @@ class Staging:
         self.stream = stream
         self._device = device
         self._halves = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True).unbind()
-        self._used: list[torch.cuda.Event | None] = [None, None]
-        """By half: when the device is done with it."""
+        self._used: list[torch.cuda.Event | None] = [None, None]  # by half: when the device is done with it
         self._turn = 0
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:
