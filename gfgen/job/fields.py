@@ -35,8 +35,7 @@ from gfgen.job.spec import (
 from gfgen.job.weighted import PLAIN, SYNTAXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192  # pixels of a side; the largest is six times what the models were trained on
-MAX_FRAMES = 4093
-"""The capacity of Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames."""
+MAX_FRAMES = 4093  # Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames
 MAX_STEPS = 1000  # more than the training timesteps would repeat some of them
 MIN_FPS, MAX_FPS = 0.1, 240
 MAX_SCALE = 100  # guidance scales; 1 turns guidance off, and pictures burn out above 20
@@ -49,11 +48,9 @@ MAX_PATH_CHARS = 4096
 MAX_VOLUME_PIXELS = 2**32  # width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720
 MAX_PROMPT_CHARS = 20_000
 MAX_ID_CHARS = 120
-MAX_OUTPUT_BYTES = 200
-"""A file name has at most 255 bytes on Linux; the writer's temporary names need the rest."""
+MAX_OUTPUT_BYTES = 200  # a file name has at most 255 on Linux; the writer's temporary names need the rest
 MAX_FOLDERS = 8  # parts of a name with folders, and the file name
-MIN_YEAR, MAX_YEAR = 1971, 9000
-"""Within these years, a time is valid in every time zone and its Unix time is positive."""
+MIN_YEAR, MAX_YEAR = 1971, 9000  # in these years, times are valid in all zones, with a positive Unix time
 MAX_DURATION_S = 365 * 86_400
 MAX_WHOLE_FLOAT = 2**53  # above it, a float cannot represent every whole number
 MAX_SHOWN_CHARS = 80

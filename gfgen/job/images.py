@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 50_000_000  # 150 MB decoded; no model here takes more than a few megapixels
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
-"""Only these decoders open the file, so other formats cannot reach less safe decoders."""
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # other decoders are less safe
 ANIMATED_FORMATS = ("GIF", "WEBP", "AVIF")
 MAX_ANIMATION_PIXELS = 2**31
-VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI")
-"""Endings of the names of videos that ffmpeg reads; any other file is a picture."""
+VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI")  # endings; any other file is a picture
 DEMUXERS = ("-format_whitelist", "mov,matroska,avi,gif")
 """Options of ffmpeg. It goes by content, and a playlist (HLS, concat) would make it read other files."""
 MAX_VIDEO_BYTES = 2**30
@@ -44,8 +42,7 @@ class ImageReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self.loras: LoraFiles | None = LoraFiles(self._folder)
-        """None for jobs that come from other machines, which name LoRAs of the run."""
+        self.loras: LoraFiles | None = LoraFiles(self._folder)  # None for jobs that come from other machines
         self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:

@@ -31,8 +31,7 @@ EXAMPLE = '{"prompt": "a red circle falls"}'
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
 PARQUET, PARQUET_SUFFIX = "Parquet", ".parquet"
 PARQUET_ROWS = 1_000  # they are read that many at a time
-STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
-"""Of sources that are not files, in messages."""
+STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"  # sources that are no files
 TABLE_SUFFIXES = (".csv", ".tsv")
 TEXT_SUFFIXES = ("", ".txt")  # a file of prompts has such a name, or none: it is the standard input
 DELIMITERS = ",;\t"
@@ -44,8 +43,7 @@ OVER_LINES = (
 _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
-Entry = tuple[int, Mapping[str, object] | Problem | str]
-"""The line, and its job; a text is JSON that is not decoded yet."""
+Entry = tuple[int, Mapping[str, object] | Problem | str]  # the line, and its job; a text is JSON not decoded
 
 
 def is_url(file: str) -> bool:
@@ -174,16 +172,14 @@ def _delimiter(header: str) -> str | None:
 
 
 def _names(header: str, delimiter: str) -> list[str]:
+    """The fields that a header means, whatever their case; other texts stay as they are."""
     try:
-        return [_field_name(name.strip()) for name in next(csv.reader([header], delimiter=delimiter), [])]
+        cells = [cell.strip() for cell in next(csv.reader([header], delimiter=delimiter), [])]
     except csv.Error:  # a carriage return inside of the line, or a cell of more than 131,072 characters
         return []
-
-
-def _field_name(name: str) -> str:
-    """The field that a header means, whatever its case; another text stays as it is."""
-    plain = re.sub("[ -]", "_", name.lower())
-    return plain if plain in FIELDS or plain in VARIATION_FIELDS else name
+    plain = [re.sub("[ -]", "_", cell.lower()) for cell in cells]
+    known = {*FIELDS, *VARIATION_FIELDS}
+    return [name if name in known else cell for name, cell in zip(plain, cells, strict=True)]
 
 
 def _json_lines(lines: Iterable[bytes]) -> Iterator[Entry]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from gfgen.errors import GfgenError, InputError, JobError, Problem, at, in_one_line, without_secrets
 from gfgen.job.fields import FIELDS, MAX_DURATION_S, MAX_OUTPUT_BYTES, parse_fields, parse_moment, shown
@@ -79,8 +79,7 @@ class ParsedJobs:
     """With a `LineIndex`, KEY_BYTES for each of `specs`: its line's, and whether it has the id; or zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoneJob:
+class DoneJob(NamedTuple):
     id: str
     output: str | None
     format: str | None
@@ -222,8 +221,7 @@ class _JobList:
     source: JobSource
     max_jobs: int = MAX_JOBS
     images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
-    folder: Path | None = None
-    """Of lists of texts; None refuses these, for jobs that come from other machines."""
+    folder: Path | None = None  # of lists of texts; None refuses these, for jobs of other machines
     defaults: Mapping[str, Any] = field(default_factory=dict)
     specs: list[JobSpec] | Packed[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -383,13 +381,10 @@ MAX_IDS = 10
 class JobSource:
     files: tuple[str, ...] = ()  # job files; "-" is standard input
     prompts: tuple[str, ...] = ()
-    given: tuple[object, ...] | None = None
-    """The jobs of a program, prompts or mappings of fields, in place of files."""
+    given: tuple[object, ...] | None = None  # jobs of a program, prompts or mappings, in place of files
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of all jobs, whatever the files say
-    fallbacks: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of jobs where neither a line nor the defaults of its file have a value."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Of files in Parquet, by field: the only ones that are read."""
+    fallbacks: Mapping[str, Any] = field(default_factory=dict)  # where neither line nor defaults have a value
+    columns: Mapping[str, str] = field(default_factory=dict)  # of Parquet, by field: the only ones read
     own_recipes: Recipes = field(default_factory=dict)  # those of a user, by name
     lora_folder: Path | None = None  # of the LoRAs that lines of prompts name
     is_plain: bool = False  # whether lines of prompts are taken as they are

@@ -44,8 +44,7 @@ SAMPLERS: Mapping[str, tuple[str, Options]] = {
     "dpmpp_3m": (_MULTISTEP, {"solver_order": 3}),
     "dpmpp_3m_sde": (_MULTISTEP, {**_SDE, "solver_order": 3}),
 }
-_TOGETHER = {name.replace("_", ""): name for name in SAMPLERS}
-"""Names as some write them: `dpmpp2m`, `eulera`."""
+_TOGETHER = {name.replace("_", ""): name for name in SAMPLERS}  # as some write them: `dpmpp2m`, `eulera`
 _OF_FLOW: Mapping[str, tuple[str, Options]] = {
     _EULER: ("FlowMatchEulerDiscreteScheduler", {}),
     _EULER_A: ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),

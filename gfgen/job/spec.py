@@ -106,22 +106,18 @@ class JobSpec:
     true_cfg_scale: float | None = None
     seed: int | None = None
     image: str | None = None  # absolute path of a picture that was readable when the job was admitted
-    image_sha256: str | None = None
-    """Hash of the image file's bytes at that time; it stands for the image in `spec_hash`."""
+    image_sha256: str | None = None  # of the file's bytes at that time; it stands for it in `spec_hash`
     background: str | None = None
     """Colour under transparent pixels: of inputs (None: white) if the model takes no alpha, or of its own."""
-    args: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Arguments of the pipeline's call by name, as plain JSON values."""
+    args: Mapping[str, Any] | None = field(default=None, hash=False)  # of the pipeline's call, as plain JSON
     files: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
     """Absolute paths of pictures and videos, by argument; a list where the argument gets a list."""
     files_sha256: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
     """Hashes of these files when the job was admitted, in the shape of `files`."""
     scheduler: Mapping[str, Any] | None = field(default=None, hash=False)
     """Options of the scheduler, and its `class` if it is another one than the model's."""
-    sigmas: list[float] | None = field(default=None, hash=False)
-    """Noise levels of the steps, falling; as many as `steps`."""
-    recipe: Mapping[str, Any] | None = field(default=None, hash=False)
-    """By families of models: fields for which the job has no value (job/recipes.py)."""
+    sigmas: list[float] | None = field(default=None, hash=False)  # noise levels of the steps, falling
+    recipe: Mapping[str, Any] | None = field(default=None, hash=False)  # by families: fields without a value
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
     """In the order of merging: `sha256` (over HTTP a `name` until admission), `scale`, perhaps `target`."""
     lora_files: list[str] | None = field(default=None, hash=False)
@@ -139,12 +135,10 @@ class JobSpec:
     priority: int = 0
     tag: str | None = None
     owner: str | None = None  # name of the API key that the job came with; none in a job file
-    output: str | None = None
-    """File name in the output folder, perhaps with placeholders that only admission can fill in."""
+    output: str | None = None  # file name in the output folder, perhaps with placeholders
     format: str | None = None  # such as "webp"; None: that of the name, or PNG or MP4
     quality: int | None = None
-    place: int | None = None
-    """Position in its job file, from 1, if `output` has {index}; no part of the job's identity."""
+    place: int | None = None  # position in its file, from 1, if `output` has {index}; no part of its identity
     line: int | None = None  # line of the job file it came from; no part of the job's identity
 
     @property

@@ -168,8 +168,7 @@ def why_killed(kills_before: int) -> str | None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # source: malloc.h of glibc
-KEPT_BYTES = 256 << 20
-"""Freed memory kept at the end of the heap: 90 MB more at the end of a run, and no higher peak."""
+KEPT_BYTES = 256 << 20  # at the end of the heap: 90 MB more at the end of a run, and no higher peak
 ALWAYS_RETURNED_BYTES = 1 << 20
 LARGEST_KEPT_BYTES = 1 << 30  # larger blocks return to the kernel when they are freed
 

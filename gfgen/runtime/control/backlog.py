@@ -41,8 +41,7 @@ class Backlog(Observer):
         self._ids: list[str | None] = []  # by place in `jobs`; None after the job was handed out
         self._kinds = Counter[Kind]()
         self._examples: dict[Kind, AdmittedJob] = {}
-        self._first: list[int] = []
-        """Jobs that arrive after the start, are the first of their kind, or were begun before."""
+        self._first: list[int] = []  # that arrive later, are the first of their kind, or were begun before
         self.near: dict[str, int] = {}  # places of the jobs that were handed out and have not ended
         self._failed: list[int] = []
         self._num_ended = STEP  # jobs since `take` handed some out
@@ -71,8 +70,7 @@ class Backlog(Observer):
                 places.setdefault(spec.model or "", array("L")).append(place)
         self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}  # of a journal
         orders = [iter(order) for own in places.values() for order in _orders(own, keys)]
-        self._orders = [(rest, list[int]()) for rest in orders]
-        """The jobs of a model as some policy takes them, by place: those that wait, and the near ones."""
+        self._orders = [(rest, list[int]()) for rest in orders]  # each: places that wait, and near ones
 
     def __len__(self) -> int:
         return self._kinds.total()

@@ -69,14 +69,12 @@ class Intake(Protocol):
 @dataclass(frozen=True, slots=True)
 class Steering:
     intake: Intake | None = None  # with an intake the run goes on until it is asked to stop
-    backlog: Backlog = field(default_factory=Backlog)
-    """Further jobs of the start, which come while others end."""
+    backlog: Backlog = field(default_factory=Backlog)  # further jobs, which come while others end
     chooser: Chooser | None = None
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
     free_bytes: Callable[[], int] | None = None  # what is free on the disk for files
-    on_turn: Callable[[float], None] | None = None
-    """Called with the seconds of each turn, from one wait to the next."""
+    on_turn: Callable[[float], None] | None = None  # called with the seconds of each turn
 
 
 class Control:

@@ -59,8 +59,7 @@ class Decider:
         self.given_up: str | None = None  # why FALLBACK has replaced the policy, if it has
         self.num_faults = 0
         self._clock = clock
-        self.chooser = self._usual_chooser = chooser
-        """None after FALLBACK has replaced the policy, until another one is asked for."""
+        self.chooser = self._usual_chooser = chooser  # None after FALLBACK, until another is asked for
         self._num_changes = 0
         self._next_choice = 1
 

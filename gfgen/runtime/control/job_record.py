@@ -38,8 +38,7 @@ class Progress:
     producer: int | None = None  # the dispatch that makes that input
     last_completed: int | None = None
     last_ended_s: float = 0.0  # when the last completed dispatch ended
-    made_latents: int | None = None
-    """The dispatch that made the last latents, which are in the slab until the job ends."""
+    made_latents: int | None = None  # the dispatch of the last latents, which stay in the slab
 
     def begin(self, index: int, layout: Layout, number: int) -> None:
         """A dispatch makes the output of this task on this layout."""
@@ -63,8 +62,7 @@ class Trouble:
     failures: Counter[int] = field(default_factory=Counter)
     num_lost_workers: int = 0
     doom: str | None = None  # why the job fails as soon as nothing of it is in flight
-    refused: Task | None = None
-    """The task that failed because of the job's arguments, in a step or the decode twice."""
+    refused: Task | None = None  # failed because of the job's arguments, in a step or decode twice
     is_cancelled: bool = False  # that is because nobody wants it any more
 
     def fail(self, reason: str) -> None:
@@ -84,12 +82,10 @@ class JobRecord:
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     file_bytes: int = field(init=False)
-    batch: list[JobRecord] = field(init=False)
-    """The jobs that take their steps together with this one, itself included; one list for all of them."""
+    batch: list[JobRecord] = field(init=False)  # whose steps are taken together, itself included; one list
     arrived: bool = False
     place: int | None = None  # of a job that has not been open yet: where it stands in the file
-    flights: list[Flight] = field(default_factory=list)
-    """Its dispatches that have not ended: a running task and a queued one at most."""
+    flights: list[Flight] = field(default_factory=list)  # not ended: a running and a queued one at most
     progress: Progress = field(default_factory=Progress)
     trouble: Trouble = field(default_factory=Trouble)
     outcome: JobOutcome = field(init=False)  # what ranks did for it, and its files; `end` completes it

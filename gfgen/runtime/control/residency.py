@@ -25,8 +25,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
 
-SHARE, URGENT_SHARE = 0.01, 0.1
-"""Of the time: what changes may take that are made for the sake of jobs that wait."""
+SHARE, URGENT_SHARE = 0.01, 0.1  # of the time: for changes for the sake of jobs that wait
 LOAD_BYTES_PER_S = 1e9  # until ranks have loaded something: a disk that is neither slow nor fast
 COPY_BYTES_PER_S = 50e9  # the same for models that come back from main memory
 
@@ -51,8 +50,7 @@ class ModelTurns:
         self.is_limited = is_limited
         self.parked: dict[str, _Parked] = {}  # by job, the longest first
         self.urgent: set[str] = set()
-        self._unloadable: dict[str, tuple[float, str]] = {}
-        """By model that no rank could load: until when its jobs fail at once, and why."""
+        self._unloadable: dict[str, tuple[float, str]] = {}  # by model: until when its jobs fail, and why
 
     def wanted(self) -> list[str]:
         """Models that jobs wait for, the most urgent first."""
@@ -103,8 +101,7 @@ class ModelTurns:
 @dataclass(slots=True)
 class _Need:
     checkpoint: Path
-    work_bytes: list[int] = field(default_factory=list)
-    """Of the largest of its jobs, as many as may run at once, beside the weights."""
+    work_bytes: list[int] = field(default_factory=list)  # of its largest jobs that may run at once, each
 
 
 class Residency(Observer):
@@ -134,11 +131,9 @@ class Residency(Observer):
         self._jobs_at_once = jobs_at_once
         self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
         self.note(jobs)
-        self.kept: Mapping[Path, int] = {}
-        """Bytes of models that come back from main memory when ranks have held them."""
+        self.kept: Mapping[Path, int] = {}  # bytes of models that come back from main memory, once held
         self._copied: set[Path] = set()  # those of them that ranks have held
-        self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}
-        """Of loading from files, and from main memory."""
+        self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}  # from files, and main memory
         self._changed_s = 0.0  # when the last change was over
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])

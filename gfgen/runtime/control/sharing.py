@@ -34,8 +34,7 @@ from gfgen.snapshot import Decision, Snapshot
 MAX_JOBS = 8
 """Their 16 forwards of a guided 1024x1024 picture compute a block of Qwen-Image for 37 ms, three times as
 long as a read from host memory takes. More would keep more activations, and let the first file wait."""
-MAX_COMPUTED = 1.1
-"""A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
+MAX_COMPUTED = 1.1  # a step of more times its reads is bound by computing: sharing gains nothing
 SHARED = (Stage.ENCODE, Stage.DENOISE)
 """Text encoders are streamed before transformers, and compute for milliseconds. Steps of a second pass are
 alone: the first of them decodes and encodes, too, and all keep activations of a larger picture."""
@@ -112,8 +111,7 @@ class Sharing:
 
     def __init__(self, records: Mapping[str, JobRecord], costs: CostModel) -> None:
         self._reads_s, self._records, self._costs = costs.reads_s, records, costs
-        self._joining: dict[str, list[str]] = {}
-        """By job that a policy gives a rank for a step in this turn: the jobs that join it."""
+        self._joining: dict[str, list[str]] = {}  # by job with a rank in this turn: those that join it
 
     def arranged(
         self, decisions: list[Decision], snapshot: Snapshot, *, holds_back: Callable[[Decision], bool]

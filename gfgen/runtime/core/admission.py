@@ -38,8 +38,7 @@ from gfgen.system.wording import counted, in_lines
 
 logger = logging.getLogger(__name__)
 
-BATCH_FAMILIES = ("qwen-image", "wan")
-"""Beginnings of the names of families whose adapters are `BatchAdapter`s."""
+BATCH_FAMILIES = ("qwen-image", "wan")  # beginnings of families whose adapters are `BatchAdapter`s
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +51,11 @@ class AdmittedJob:
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
-    num_reads: tuple[int, int] = (1, 1)
-    """How often a step reads streamed blocks: on one rank, and with a rank for each branch."""
-    has_nominal_flops: bool = False
-    """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
-    twin: str | None = None
-    """The short name of an equal model, if the job names its model by a directory or a hub id."""
-    replaces: Content | None = None
-    """The existing file that its output may replace, as it was at admission (ownership.py)."""
-    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)
-    """The same for files of a job with several pictures, by name."""
+    num_reads: tuple[int, int] = (1, 1)  # of streamed blocks in a step: on one rank, and one for each branch
+    has_nominal_flops: bool = False  # `flops` only compare sizes: the operations are unknown
+    twin: str | None = None  # the short name of an equal model, if its own is a directory or hub id
+    replaces: Content | None = None  # the file that its output may replace, as it was (ownership.py)
+    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)  # the same for pictures, by name
 
     @property
     def job_id(self) -> str:
@@ -111,8 +105,7 @@ JOBS = Form(
     {"info.asked": JobSpec, "info.spec": JobSpec, "trajectory": Trajectory, "info": JobInfo, "": AdmittedJob},
     lambda job: (job.checkpoint, job.shape, job.info.job_file),
 )
-Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
-"""The jobs that are kept, and the problems of the others."""
+Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]  # the jobs that are kept, and others' problems
 
 
 def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
@@ -164,8 +157,11 @@ def admit(
             jobs.extend([_admit_one(spec, model, alike)])
         except JobError as error:
             problems += error.at_line(spec.line)
-    missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
-    return tuple(jobs) if isinstance(jobs, list) else jobs, (*problems, *missing)
+    for name, lines in lines_without.items():  # one problem for all jobs of a model, at their first line
+        reason = str(models[name]).removeprefix(f"model {name}: ")
+        reason += f" (the same model: {in_lines(lines[1:])})" if len(lines) > 1 else ""
+        problems.append(replace(Problem.of("model", name, reason), line=lines[0]))
+    return tuple(jobs) if isinstance(jobs, list) else jobs, tuple(problems)
 
 
 def families_of(jobs: Iterable[AdmittedJob]) -> Mapping[str, str]:
@@ -181,14 +177,6 @@ def check_batch(size: int, families: Mapping[str, str]) -> None:
                 f"--batch {size}: {name} computes one job at a time, unlike Qwen-Image and Wan; "
                 "leave out --batch, or run its jobs by themselves"
             )
-
-
-def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
-    """One problem for all jobs of a model, at their first line."""
-    reason = str(error).removeprefix(f"model {name}: ")
-    if len(lines) > 1:
-        reason += f" (the same model: {in_lines(lines[1:])})"
-    return replace(Problem.of("model", name, reason), line=lines[0])
 
 
 def _admit_one(
@@ -256,8 +244,7 @@ def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
 # Warnings -------------------------------------------------------------------------------------
 
 MAX_DETAILS = 3  # details of a kind of warning that the log shows; the manifest has all
-_WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")
-"""A weight up to 2: (16:9) and (12:30) are none."""
+_WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")  # up to 2: (16:9) and (12:30) are none
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
 _BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
 WEIGHTS = "weights such as (red:1.3) in a prompt are plain text"

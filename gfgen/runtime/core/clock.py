@@ -17,12 +17,10 @@ _KINDS = {kind: number for number, kind in enumerate(vars(events).values()) if i
 class Clock:
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
-        self.started_at = 0.0 if virtual else time.time()
-        """Unix time at the start of the run; 0 in virtual time."""
+        self.started_at = 0.0 if virtual else time.time()  # in Unix time; 0 in virtual time
         self._virtual_s = 0.0
         self._has_turned = False
-        self.turn_s = 0.0
-        """The moment for which this turn decides: that of the snapshot, and of the journal's record of it."""
+        self.turn_s = 0.0  # for which this turn decides: that of the snapshot, and of the journal's record
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
         self.look_s = math.inf  # when to turn without an event, to decide what follows a task

@@ -39,10 +39,8 @@ class Dispatch:
     producer: int | None = None
     source: Layout | None = None
     transfers: tuple[Transfer, ...] = ()  # moves from `source` to `layout` before the task can start
-    switch_s: float = 0.0
-    """Predicted time to merge the job's patches, as a part of the task; 0 if the ranks hold them."""
-    batch: range | None = None
-    """The dispatches of its batch, by number: the rank computes their steps together."""
+    switch_s: float = 0.0  # predicted time to merge the job's patches; 0 if the ranks hold them
+    batch: range | None = None  # the dispatches of its batch: their steps are computed together
     late_s: float = 0.0  # of a step that a policy has approximated: how late its job would be without
 
     @property

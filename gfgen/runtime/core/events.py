@@ -45,8 +45,7 @@ class RankLoaded(Event):
 
     rank: int
     load_s: float
-    copied: tuple[str, ...] = ()
-    """The models that came back from main memory, where a copy is kept (models/streaming/keeping.py)."""
+    copied: tuple[str, ...] = ()  # models that came back from main memory (models/streaming/keeping.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +123,7 @@ class OutputWritten(Event):
     writer: int = 0
     sha256: str | None = None  # in hex
     files: tuple[NamedContent, ...] = ()  # all files of a job with several; `path` is the first one
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each file, if only the decode knew them."""
+    made: tuple[int, int, int] | None = None  # frames, height, width of each, if only the decode knew
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,7 @@ class Summary:
     num_skipped: int = 0
     num_unfinished: int = 0
     num_tasks: int = 0
-    makespan_s: float = 0.0
-    """From the first arrival to the last end of a job, or of a task where jobs are unfinished."""
+    makespan_s: float = 0.0  # from the first arrival to the last end of a job, or of a task
     latency: Latency | None = None
     deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
     num_ranks: int = 0
@@ -61,8 +60,7 @@ class Summary:
     num_model_changes: int = 0
     load_s: float = 0.0  # of a rank's time, on average: loading models at these changes
     memory: Mapping[int, MemoryUse] = field(default_factory=dict)  # by rank; empty where nobody could tell
-    policy_fault: str | None = None
-    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
+    policy_fault: str | None = None  # why the policy was given up, if `fcfs` finished the run
     num_cancelled: int = 0
     num_dropped: int = 0
     failures: tuple[str, ...] = ()  # 'id: reason' of the first jobs that failed, MAX_NAMED at most
@@ -205,8 +203,7 @@ class Metrics(Observer):
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._num_due: Counter[str] = Counter()
         self._num_met: Counter[str] = Counter()  # by tag: jobs with a deadline, and those of them that met it
-        self._first_s, self._last_s = math.inf, 0.0
-        """The first arrival of a job that has ended, and the last end."""
+        self._first_s, self._last_s = math.inf, 0.0  # the first arrival of an ended job, and the last end
 
     def skipped(self, number: int) -> None:
         self._sums.num_skipped = number

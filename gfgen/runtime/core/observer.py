@@ -30,8 +30,7 @@ class JobInfo:
     file: str
     spec_hash: str
     family: str
-    job_file: str | None = None
-    """The job file, as the manifest names it (ownership.py); None for a job without one."""
+    job_file: str | None = None  # as the manifest names it (ownership.py); None for a job without one
     warnings: tuple[Warned, ...] = ()  # what in it does not act as written (admission.py)
     attempt: int = 1  # later ones have other seeds, because a filter wanted them (`--keep-if`)
 
@@ -80,13 +79,11 @@ class JobOutcome:
     is_refused: bool = False
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
-    written: Content | None = None
-    """Its file as written, the first one if there are several; None if there is none."""
+    written: Content | None = None  # its file as written, the first of several; None if there is none
     files: tuple[NamedContent, ...] = ()  # all of them, if there are several
     made: tuple[int, int, int] | None = None  # frames, height and width of each, if only the decode knew them
     rank_s: float = 0.0  # seconds of each of its ranks, summed over its tasks: GPU-seconds
-    first_uses_s: float = 0.0
-    """The part of `busy_s` in tasks that were the first of their kind in a rank's process."""
+    first_uses_s: float = 0.0  # the part of `busy_s` in first tasks of their kind in a process
     peak_bytes: int | None = None  # the most that torch had allocated on one of its GPUs; None on CPU ranks
     num_approximate: int = 0  # steps that ran without the transformer
     why_approximate: str | None = None  # why a policy had steps approximated; None if none did

@@ -40,10 +40,8 @@ CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
 SOUND_BITS_PER_S = "192k"
 PICTURE_QUALITY = 95
-RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25, "webm": 20}
-"""Qualities of encoders where compression is hardly visible; lower is better."""
-WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63, "webm": 63}
-"""For quality 0; 100 is lossless or nearly so."""
+RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25, "webm": 20}  # hardly visible compression; lower is better
+WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63, "webm": 63}  # for quality 0; 100 is nearly lossless
 _CODECS = {
     "mp4": ("libx264", "-preset", "medium"),
     "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),

@@ -53,8 +53,7 @@ from gfgen.system.linefile import check_appendable
 
 logger = logging.getLogger(__name__)
 
-STDIN, PROGRAM = "-", "program"
-"""In the place of a job file's path: jobs of standard input, and those of `gfgen.api`."""
+STDIN, PROGRAM = "-", "program"  # as job file: jobs of standard input, and those of `gfgen.api`
 
 
 def job_file_name(source: Path | str | None, output_dir: Path) -> str:
@@ -166,13 +165,11 @@ class Claims:
     only_failed: bool = False  # jobs that have not failed before are left out
     done_ids: set[str] = field(default_factory=set)
     named_at: float | None = None
-    published: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of jobs whose files are in a store, by id."""
+    published: Mapping[str, str] = field(default_factory=dict)  # hashes of jobs in a store, by id
     forced_from: int | None = None  # with `force`: bytes of the manifest when the runs of this --force began
 
     index: ManifestIndex | None = None  # in place of the whole manifest in memory
-    num_known: int = 0
-    """Finished jobs that are not among those that were admitted, because the index knows their lines."""
+    num_known: int = 0  # finished jobs that were not admitted, because the index knows their lines
 
     @functools.cached_property
     def entries(self) -> Any:

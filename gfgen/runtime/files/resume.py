@@ -63,18 +63,15 @@ class RunStart:
     resume: Mapping[str, ResumePoint] = field(default_factory=dict)
     closes_s: float | None = None  # no job begins that is predicted to end after this time on the run's clock
     grace_s: float = GRACE_S
-    resident: Collection[str] | None = None
-    """Models that ranks hold at first; jobs of other models wait for their turn. None: ranks hold all."""
+    resident: Collection[str] | None = None  # that ranks hold at first; others wait for a turn. None: all
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
     num_writers: int = 1  # processes that write files; looks ahead count with them
-    first_use_s: float = 0.0
-    """Extra time of the first step or decode of a model, shape and degrees, until the run has learned it."""
-    warm: Collection[tuple[str, str, Degrees]] = ()
-    """Models, by the names that jobs have, with shapes and degrees whose first uses are over."""
+    first_use_s: float = 0.0  # of the first step or decode of a kind, until the run has learned it
+    warm: Collection[tuple[str, str, Degrees]] = ()  # models, shapes and degrees whose first uses are over
 
     def header(self) -> dict[str, Any]:
         return {

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 RANKS_PID, JOBS_PID = 1, 2
 MAX_WRITERS = 100
-FIRST_WRITER_TID = 100 * MAX_WRITERS
-"""Above all ranks: those of a cluster have new numbers whenever a node joins. Older traces have 100."""
+FIRST_WRITER_TID = 100 * MAX_WRITERS  # above all ranks: nodes that join get new numbers; once it was 100
 SHORT_PROMPT_CHARS = 80
 MIN_SLICE_S = 10e-6  # waits and moves below this are in the slice's args only
 
@@ -45,14 +44,12 @@ Args = Mapping[str, Any]
 class _JobLane:
     number: int
     info: JobInfo
-    id_text: str = field(init=False)
-    """Its id as JSON. The entries of a step are put together from texts: they are most of the file."""
+    id_text: str = field(init=False)  # as JSON; the entries of steps, most of the file, are joined texts
     prompt_text: str = field(init=False)
     is_flowing: bool = False
     has_arrived: bool = False
     has_ended: bool = False
-    last_place: tuple[int, float] | None = None
-    """Lane and time inside its latest slice, where its flow continues or ends."""
+    last_place: tuple[int, float] | None = None  # lane and time in its latest slice, where its flow goes on
 
     def __post_init__(self) -> None:
         self.id_text = _encode(self.info.job_id)
@@ -103,8 +100,7 @@ class TraceWriter(Observer):
         self._is_simulated = is_simulated
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, Dispatch] = {}
-        self._latest: dict[int, tuple[float, float]] = {}
-        """By lane: start and end of the latest slice. Slices of a lane must not overlap."""
+        self._latest: dict[int, tuple[float, float]] = {}  # by lane: the latest slice; they never overlap
         self._num_open = 0
         self._last_s = 0.0
 

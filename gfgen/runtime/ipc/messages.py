@@ -1,6 +1,6 @@
 """Messages between the control plane and its processes, and the channel that carries them.
 
-They are frozen values, or named tuples, which are faster.
+They are frozen values, mostly named tuples, which pickle faster.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from gfgen.layout import Degrees, Layout
 from gfgen.runtime.ipc.content import Content, NamedContent
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Elements `start` to `stop` of a field of a job's state along an axis, from one rank to another."""
 
     source: int
@@ -34,8 +33,7 @@ class Transfer:
 # --- Workers: from the control plane --------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartJob:
+class StartJob(NamedTuple):
     """Make a job known to a worker; sent once, before its first task there, with the slab as a memfd."""
 
     spec: JobSpec
@@ -54,16 +52,13 @@ class RunTask(NamedTuple):
     layout: Layout
     incarnations: tuple[int, ...]
     transfers: tuple[Transfer, ...] = ()
-    wait_s: float | None = None
-    """Bounds each wait for another rank during the task; None for the collectives' default."""
+    wait_s: float | None = None  # bounds each wait for another rank; None for the collectives' default
     expected_s: float = 0.0
-    batch_end: int | None = None
-    """The last dispatch of its batch: this task waits for those up to it, and runs with them."""
+    batch_end: int | None = None  # the last dispatch of its batch: it waits for those up to it
     is_approximate: bool = False  # whether a policy chose that the step runs no transformer
 
 
-@dataclass(frozen=True, slots=True)
-class SendState:
+class SendState(NamedTuple):
     """Send the output of dispatch `producer` to the ranks that run dispatch `number`."""
 
     number: int
@@ -72,16 +67,14 @@ class SendState:
     transfers: tuple[Transfer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SetModels:
+class SetModels(NamedTuple):
     """After earlier tasks, hold only the models of these checkpoints; answer `ModelsSet`."""
 
     checkpoints: tuple[str, ...]
     kept: tuple[str, ...] = ()  # others that may come back from main memory
 
 
-@dataclass(frozen=True, slots=True)
-class Arenas:
+class Arenas(NamedTuple):
     """The arenas of all ranks as file descriptors; for a GPU the last one is its own page in host memory."""
 
     data_bytes: int
@@ -92,8 +85,7 @@ class Arenas:
     """Whether all ranks of the run pad texts (models/parallel/counted_attention.py); otherwise none does."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacePeer:
+class ReplacePeer(NamedTuple):
     """Map the arena of a dead rank's successor, and answer `PeerReplaced`: counts of transfers restart."""
 
     rank: int
@@ -113,8 +105,7 @@ class WarmUp:
     in_own_slot: bool = False  # only in the slot that the rank has if all layouts begin with rank 0
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUpLater:
+class WarmUpLater(NamedTuple):
     """Prepare these, in order, whenever no task is here; there is no answer."""
 
     items: tuple[WarmUp, ...]
@@ -130,23 +121,20 @@ class TellMemory:
     """Answer `MemoryUse`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(NamedTuple):
     """Leave these dispatches and do not start them; answer `Abandoned` when none is running."""
 
     numbers: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RestartEdges:
+class RestartEdges(NamedTuple):
     """Restart the count of transfers to and from these ranks; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetJob:
+class ForgetJob(NamedTuple):
     """The job has ended."""
 
     job_id: str
@@ -160,8 +148,7 @@ class Reset:
 # --- Workers: to the control plane; times are readings of the machine's monotonic clock ------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(NamedTuple):
     """The models are loaded. A rank on a GPU sends its arena with this message."""
 
     rank: int
@@ -170,31 +157,27 @@ class WorkerReady:
     read_bytes_per_s: float = 0.0  # of streamed blocks; 0 if it has none
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReplaced:
+class PeerReplaced(NamedTuple):
     """This rank knows the new incarnation, and restarts the count of transfers with it."""
 
     rank: int
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(NamedTuple):
     """The worker begins to load a model; if it dies before it is ready, that model is the cause."""
 
     checkpoint: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(NamedTuple):
     """The worker cannot work, for example because a model does not load, and ends."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WarmedUp:
+class WarmedUp(NamedTuple):
     """The result of `WarmUp`; `reason` says why it failed."""
 
     number: int
@@ -202,8 +185,7 @@ class WarmedUp:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsSet:
+class ModelsSet(NamedTuple):
     """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
@@ -221,8 +203,7 @@ class RankTimes(NamedTuple):
     moved_s: float = 0.0  # copy of the input, before `started_s`
     idle_s: float | None = None  # on a GPU, by its clock: from the end of the rank's last task to `started_s`
     peak_bytes: int | None = None  # on a GPU: the most that torch had allocated while the task was launched
-    is_first_use: bool = False
-    """The task compiled, recorded graphs, or was the first of its kind in the rank's process."""
+    is_first_use: bool = False  # it compiled, recorded graphs, or was the first of its kind here
     prepared_s: float = 0.0  # the part of `waited_s` in which the rank recorded graphs for it
 
     @property
@@ -235,20 +216,17 @@ class TaskReport(NamedTuple):
 
     number: int
     times: RankTimes
-    do_frames_follow: bool = False
-    """Its frames are still being copied to the writer's memory; `FramesStored` follows."""
+    do_frames_follow: bool = False  # its frames are still being copied; `FramesStored` follows
 
 
-@dataclass(frozen=True, slots=True)
-class FramesStored:
+class FramesStored(NamedTuple):
     """The frames of a decode are in the writer's memory; with a reason, they are lost."""
 
     number: int
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFault:
+class TaskFault(NamedTuple):
     """A task raised; `void` if it was given up because something that it depends on failed."""
 
     number: int
@@ -267,22 +245,19 @@ class MemoryUse:
     """Bytes of memory that a rank has used since the start of its run or process."""
 
     host_bytes: int  # peak of main memory, including the pages read of mapped weights, which ranks share
-    device_peaks: Mapping[str, int] = field(default_factory=dict)
-    """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
+    device_peaks: Mapping[str, int] = field(default_factory=dict)  # by model: in its tasks, with weights
     reserved_bytes: int = 0
     arena_bytes: int = 0  # GPU memory for exchanges with other ranks
     task_peaks: Mapping[str, int] = field(default_factory=dict)  # as `Profile.peaks`
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
+class Abandoned(NamedTuple):
     """None of the abandoned dispatches is running on this rank, and none will."""
 
     numbers: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class EdgesRestarted:
+class EdgesRestarted(NamedTuple):
     numbers: frozenset[int]
 
 
@@ -303,16 +278,12 @@ class WriteRequest:
     path: str
     fps: float | None
     metadata: Mapping[str, Any]
-    replaces: Content | None = None
-    """An existing file is replaced only if it has this content; None: it is never replaced."""
-    made_for: Mapping[str, Any] | None = None
-    """The file's mark until the manifest has its line; equal for all attempts of the same job."""
-    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)
-    """The same for files of a job with several pictures, by name."""
+    replaces: Content | None = None  # an existing file is replaced only if it is this; None: never
+    made_for: Mapping[str, Any] | None = None  # the file's mark until the manifest has its line
+    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)  # the same for pictures, by name
 
 
-@dataclass(frozen=True, slots=True)
-class WriteDone:
+class WriteDone(NamedTuple):
     """The complete file has its final name."""
 
     job_id: str
@@ -320,14 +291,11 @@ class WriteDone:
     size_bytes: int
     write_s: float
     sha256: str | None = None
-    files: tuple[NamedContent, ...] = ()
-    """If there are several: all of them. The first one is that of `path`."""
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each file, if only the decode knew them."""
+    files: tuple[NamedContent, ...] = ()  # if there are several: all, first that of `path`
+    made: tuple[int, int, int] | None = None  # frames, height, width of each, if only the decode knew
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(NamedTuple):
     """No file was written; an earlier one remains. The reason says what to do."""
 
     job_id: str
@@ -347,8 +315,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._buffer = bytearray(MAX_MESSAGE_BYTES)
-        """For `receive`, which one thread calls; a new one for each message would take 15 us."""
+        self._buffer = bytearray(MAX_MESSAGE_BYTES)  # of `receive`; a new one each time would take 15 us
         self.sent_bytes = 0
 
     @staticmethod

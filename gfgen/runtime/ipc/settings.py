@@ -42,8 +42,7 @@ class RankSettings:
 
     num_ranks: int
     device: str = "cpu"
-    num_gpus: int = 0
-    """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
+    num_gpus: int = 0  # fewer than ranks where they share them, 0 if each has its own
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
     over_host: bool = False  # whether arenas of ranks on GPUs lie in main memory
@@ -53,16 +52,12 @@ class RankSettings:
     vae_dtype: str = "auto"
     precision: Precision = Precision()
     has_graphs: bool = False  # on a GPU: whether forwards may be recorded, to be launched at once
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Of models with streamed blocks, by checkpoint."""
-    kept: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the models that take turns, and of which main memory has a copy, by checkpoint."""
-    patch_copies_on_host: tuple[str, ...] = ()
-    """On a GPU: models of which host memory has the copies of the weights that patches change."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # of models with streamed blocks
+    kept: Mapping[str, int] = field(default_factory=dict)  # bytes of models with a copy in main memory
+    patch_copies_on_host: tuple[str, ...] = ()  # on a GPU: models with patched weights copied to host memory
     trusts_code: bool = False
     kernels: KernelChoice = "own"  # of the steps of pipelines without an adapter of their own
-    are_all_needed: bool = False
-    """If a rank cannot start, the start ends, as for measurements; otherwise the others go on without it."""
+    are_all_needed: bool = False  # if a rank cannot start, the start ends; else the others go on
 
     @property
     def are_on_gpus(self) -> bool:
@@ -96,8 +91,7 @@ class WorkerSettings:
     rank: int
     checkpoints: tuple[str, ...]  # of the models that it loads first
     ranks: RankSettings
-    tuned_tables: Mapping[str, str] = field(default_factory=dict)
-    """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
+    tuned_tables: Mapping[str, str] = field(default_factory=dict)  # of kernels (gfc/cuda/selector.py)
     host_copies: Mapping[str, Connection] = field(default_factory=dict)
     """By checkpoint: a descriptor of the memory with its streamed blocks, which all ranks share."""
     boards: Mapping[str, Sequence[tuple[socket, socket]]] = field(default_factory=dict)

@@ -41,8 +41,7 @@ from gfgen.system import machine
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-DEATHS_WINDOW_S = 600.0
-"""A rank that dies that often within this time is retired: something is wrong with its device."""
+DEATHS_WINDOW_S = 600.0  # a rank that dies so often in this time is retired: its device is at fault
 _EXIT_S = 5.0  # how long a process may take to end after the pool has closed its channel; then it is killed
 _REAP_S = 1.0  # the same if the process has closed its channel
 _TICK_S = 0.25  # a turn of the loop takes this long at most if nothing happens
@@ -105,18 +104,15 @@ class WorkerPool:
         self.islands = tuple([tuple(each) for each in settings.islands or [range(settings.num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
         self.meeting = Meeting(self._arenas, self.workers, self.islands)
-        self.deaths: dict[int, list[float]] = defaultdict(list)
-        """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
+        self.deaths: dict[int, list[float]] = defaultdict(list)  # by rank: when it died and was to blame
         self.last_number = 0  # the last dispatch that these workers got, in any run
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
-        self._kept: tuple[str, ...] = ()
-        """Models that ranks may have the copies of mapped although they do not hold them."""
+        self._kept: tuple[str, ...] = ()  # models whose copies ranks may have mapped without holding them
         self.is_stopping = False  # the run is about to end: no rank is replaced
         self._left_out: set[int] = set()  # ranks that were not replaced for that reason
-        self._waiting: set[int] = set()
-        """Ranks whose process has ended, and that start when others have tried to load a model."""
+        self._waiting: set[int] = set()  # ended ranks that start when others have tried to load a model
         if num_writers is None:
             num_writers = most_writers(are_on_gpus=settings.are_on_gpus, num_cores=machine.num_cores())
         self.num_writers = num_writers
@@ -372,8 +368,7 @@ class HeldModels:
         """Forget earlier failures. From now on a model may be at fault if ranks start or change their models;
         otherwise a rank that dies is."""
         self._is_changing = is_changing
-        self._failures: dict[str, Counter[int]] = {}
-        """By checkpoint: the failures of ranks that have not loaded it since then."""
+        self._failures: dict[str, Counter[int]] = {}  # by checkpoint: of ranks that have not loaded it since
 
     def succeeded(self, rank: int) -> None:
         """A rank holds all models."""
@@ -417,10 +412,8 @@ class Meeting:
         self._arenas = arenas
         self._workers = workers
         self._islands = islands
-        self._counts_tokens: bool | None = None
-        """Whether ranks pad texts. The first meeting decides this for all that come later."""
-        self.held_back: set[int] = set()
-        """Ranks that died, and whose new workers wait, because others may be inside their arenas."""
+        self._counts_tokens: bool | None = None  # whether ranks pad texts; the first meeting decides this
+        self.held_back: set[int] = set()  # ranks that died; others may be inside their arenas
 
     def lose(self, rank: int) -> None:
         """A rank's worker is gone: nobody waits for its answer, and its successor is held back."""

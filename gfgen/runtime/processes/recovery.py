@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskFailed
@@ -30,8 +31,7 @@ from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 5.0
-"""If all processes were stopped for so long in a task, its waits may have run out: nobody is to blame."""
+PAUSE_S = 5.0  # if all processes were stopped so long, waits may have run out: nobody is to blame
 HANGS = "it hangs in a task that was given up"
 STAYS = "it did not leave a task that was stopped"
 
@@ -129,7 +129,10 @@ class Recovery:
             self._ask({rank: RestartEdges(numbers, self._peers_of(rank)) for rank in self._concerned})
         if self.waiting_for:
             return
-        self._blame()
+        overdue = [attempt for attempt in self._attempts.values() if attempt.is_overdue]
+        if overdue and not self._pool.meeting.held_back:
+            # All have left, so no rank hangs: blame the first task, which would be tried forever.
+            overdue[0].cause = overdue[0].cause or Cause("it did not end in time and was given up")
         for number, attempt in self._attempts.leaving.items():
             del self._attempts[number]
             cause = attempt.cause
@@ -169,15 +172,8 @@ class Recovery:
         pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
         return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}
 
-    def _blame(self) -> None:
-        """All have left, so no rank hangs: blame the first overdue task, which would be tried forever."""
-        overdue = [attempt for attempt in self._attempts.values() if attempt.is_overdue]
-        if overdue and not self._pool.meeting.held_back:
-            overdue[0].cause = overdue[0].cause or Cause("it did not end in time and was given up")
 
-
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Why a dispatch failed: it raised, or its worker died (`lost`); None stands for `void`."""
 
     reason: str
@@ -192,8 +188,7 @@ class Attempt:
     reports: dict[int, RankTimes] = field(default_factory=dict)
     is_given_up: bool = False
     cause: Cause | None = None  # why it is given up; None if that is no fault of its own
-    is_overdue: bool = False
-    """It did not end in time. A rank hangs, or all wait for something that never comes."""
+    is_overdue: bool = False  # it did not end in time: a rank hangs, or all wait for ever
     is_unwanted: bool = False  # it is given up because nobody wants its result
 
     @property

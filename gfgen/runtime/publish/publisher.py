@@ -47,8 +47,7 @@ RECORD_NAME = "published.jsonl"
 BATCH_S = 60.0  # between two batches of files that are in no shard, and between two renewals of the lease
 PAUSE_S = 1.0  # before an upload is tried again; doubled each time, up to a minute
 LEASE_S = 300.0  # it is not renewed during an upload. Another run takes it after this time.
-LAST_S, STOPPED_S = 120.0, 5.0
-"""How long uploads that fail are tried again when a run has ended, or was stopped."""
+LAST_S, STOPPED_S = 120.0, 5.0  # how long failing uploads are tried again after a run, or a stopped one
 NUM_UPLOADS = 8
 
 
@@ -63,8 +62,7 @@ class Publisher(Observer):
         self._header: dict[str, Any] = {}
         self._number = -1  # the last one in the store
         self._closed: dict[str, Any] | None = None  # the record of the batch that is not stored
-        self._last: Mapping[str, str] = {}
-        """The jobs of the last batch, whose files a killed run may have left."""
+        self._last: Mapping[str, str] = {}  # jobs of the last batch, whose files a killed run may have left
         self._waiting: dict[str, ManifestLine] = {}
         self._waiting_bytes, self._next_s, self._next_hold_s = 0, 0.0, 0.0
         self._unjudged: set[str] = set()

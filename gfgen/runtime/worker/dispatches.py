@@ -32,8 +32,7 @@ class Dispatches:
         self._abandoned: set[int] = set()
         self._failed: set[int] = set()
         self._leaving: list[frozenset[int]] = []
-        self._unsent: dict[int, int] = {}
-        """By dispatch whose state this rank has yet to send: how many arenas must be mapped before."""
+        self._unsent: dict[int, int] = {}  # by dispatch to send state for: arenas to be mapped before
         self._enqueued: set[int] = set()  # members of `_unsent` for which the host has nothing left to do
         self._num_unsettled = 0
         self._num_announced = self._num_mapped = 0

@@ -35,12 +35,10 @@ FIRST_STEPS = 3
 """Those that launch other kernels than the one before: UniPC of order 2 corrects from the second step on, and
 solves a system of equations from the third on."""
 _ENOUGH_TO_APPROXIMATE = 2  # steps whose outputs an approximate one needs
-MAX_KINDS = 1024
-"""The least recently used kind is forgotten first: prompts that are not padded bring ever new lengths."""
+MAX_KINDS = 1024  # the least recently used goes first: unpadded prompts bring ever new lengths
 MAX_SHORTAGES = 4  # after memory was short, records are made again at most this often: they may be the reason
 
-Unentered = Callable[[Layout], Parallel | None]
-"""The ranks of a step on this layout before they meet; None for one rank."""
+Unentered = Callable[[Layout], Parallel | None]  # the ranks of a step before they meet; None for one rank
 
 
 class Kind(NamedTuple):
@@ -221,8 +219,7 @@ def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -
     return sorted({step, num_steps - 1 if boundary_ratio is not None else step})
 
 
-MIN_FREE_SHARE = 0.1
-"""Share of the memory that torch may use. With less free nothing is recorded: tasks need it."""
+MIN_FREE_SHARE = 0.1  # of torch's memory. With less free nothing is recorded: tasks need it
 
 
 class CudaRecorder:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ from gfgen.runtime.worker.jobs import as_bytes
 _WITHOUT_TASKS = 0  # the default stream, which a worker leaves when it has loaded its first models
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(NamedTuple):
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
@@ -36,11 +34,9 @@ class _Look:
         return self.reserved_bytes - self.allocated_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
+class _Segments(NamedTuple):
     num_asked: int  # if the number is unchanged, the segments are the same
-    allocated_bytes: int
-    """If this is unchanged as well, assume that the same parts of the segments are in use."""
+    allocated_bytes: int  # if this is unchanged as well, assume the same parts of the segments in use
     own_bytes: int
     free_bytes: int
     settled_bytes: int  # in use on the stream without tasks: weights, which stay until models change
@@ -53,8 +49,7 @@ class DeviceMemory:
         self._device = device
         self._stream = stream
         self._segments: _Segments | None = None
-        self._needed: dict[Hashable, int] = {}
-        """By familiar kind of task: the bytes that its launch took at once."""
+        self._needed: dict[Hashable, int] = {}  # by familiar kind of task: what its launch took at once
         self._peaks: dict[str, int] = {}
         self.last_peak_bytes = self.last_own_bytes = 0  # of the last launch; without what was in use before
         self.beside_bytes = 0  # of weights that torch does not know (models/streaming/keeping.py)
@@ -84,7 +79,8 @@ class DeviceMemory:
     @contextmanager
     def launching(self, kinds: Collection[Hashable], *, model: str | None = None) -> Iterator[None]:
         """Wrap the launch of a task; if it raises, its kinds stay as they were."""
-        self._reset_peak()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.reset_peak_memory_stats(self._device)
         before = self._look()
         yield
         after = self._look()
@@ -138,10 +134,6 @@ class DeviceMemory:
             stats["num_device_alloc"] + stats["num_device_free"],
         )
 
-    def _reset_peak(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.reset_peak_memory_stats(self._device)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
@@ -151,8 +143,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-STAGING_BYTES = 64 << 20
-"""Pinned host memory for each direction. No more is pinned later, because pinning waits for the device."""
+STAGING_BYTES = 64 << 20  # pinned for each direction. No more later: pinning waits for the device
 
 
 class Staging:
