@@ -32,9 +32,8 @@ from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, TaskDone
+from gfgen.runtime.core.events import Clock, Event, TaskDone
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter

@@ -19,8 +19,8 @@ from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.residency import COPY_BYTES_PER_S, LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import (
+    Clock,
     LoadFailed,
     ModelsChanged,
     RankLoaded,

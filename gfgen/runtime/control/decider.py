@@ -18,8 +18,7 @@ from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Ranks, share_island
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import PolicyChanged
+from gfgen.runtime.core.events import Clock, PolicyChanged
 from gfgen.snapshot import Choice, Decision, Policy, Snapshot
 from gfgen.system.signals import DECISION_LIMIT_S, within
 from gfgen.system.wording import counted

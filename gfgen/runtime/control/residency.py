@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
+from gfgen.runtime.core.events import Clock, Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
 
 SHARE, URGENT_SHARE = 0.01, 0.1  # of the time: for changes for the sake of jobs that wait

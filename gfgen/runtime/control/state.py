@@ -22,9 +22,8 @@ from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.control.sharing import Sharing, with_equal_calls
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart

@@ -122,10 +122,6 @@ class ManifestIndex(Observer):
         found = self._found("SELECT start, size FROM ended WHERE id = ?", job_id)
         return default if found is None else self._read(*found)
 
-    def __getitem__(self, job_id: str) -> ManifestLine:
-        found: ManifestLine = self.get(job_id)
-        return found
-
     def _read(self, start: int, size: int) -> ManifestLine:
         found: ManifestLine = json.loads(os.pread(self._manifest, size, start))
         return found

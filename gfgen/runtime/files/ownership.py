@@ -178,7 +178,7 @@ class Claims:
 
     def outcome(self, job: AdmittedJob) -> JobOutcome:
         """That of a job whose files the folder already has, or a filter has dropped."""
-        entry = self.entries[job.job_id]
+        entry = self.entries.get(job.job_id)
         error = "a filter has dropped it" if entry["status"] == "dropped" else None
         files = of_each_file(entry) if "outputs" in entry else []
         named = [(PurePath(each["file"]).name, each["size_bytes"], each["sha256"]) for each in files]

@@ -46,7 +46,6 @@ class _JobLane:
     info: JobInfo
     id_text: str = field(init=False)  # as JSON; the entries of steps, most of the file, are joined texts
     prompt_text: str = field(init=False)
-    is_flowing: bool = False
     has_arrived: bool = False
     has_ended: bool = False
     last_place: tuple[int, float] | None = None  # lane and time in its latest slice, where its flow goes on
@@ -254,12 +253,12 @@ class TraceWriter(Observer):
 
     def _flow(self, job: _JobLane, lane: int, time_s: float, *, is_last: bool = False) -> None:
         """Continue the job's arrow in the slice that was just written, or end it in the latest one."""
-        phase, binding = ("f", ', "bp": "e"') if is_last else ("t" if job.is_flowing else "s", "")
+        phase, binding = ("f", ', "bp": "e"') if is_last else ("s" if job.last_place is None else "t", "")
         self._file.write(
             f'{{"ph": "{phase}", "name": "job", "cat": "flow", "id": {job.number}, "pid": {RANKS_PID}, '
             f'"tid": {lane}, "ts": {round(time_s * 1e6, 3)}{binding}}}'
         )
-        job.is_flowing, job.last_place = True, (lane, time_s)
+        job.last_place = lane, time_s
 
     # Jobs --------------------------------------------------------------------------------
 
@@ -278,7 +277,7 @@ class TraceWriter(Observer):
         self, job: _JobLane, time_s: float, *, status: str, outcome: JobOutcome | None = None
     ) -> None:
         job.has_ended = True
-        if job.is_flowing and job.last_place is not None:
+        if job.last_place is not None:
             self._flow(job, *job.last_place, is_last=True)
         args: dict[str, Any] = {"job": job.info.job_id, "status": status, "file": job.info.file}
         if outcome is not None:

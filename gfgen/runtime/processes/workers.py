@@ -14,9 +14,8 @@ from gfgen.errors import in_one_line
 from gfgen.graph import Stage
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc import messages
