@@ -16,10 +16,10 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 67_866,
-    "files of the package": 306,
-    "lines of the core": 5_815,
-    "files of the core": 27,
+    "lines of the package": 67_090,
+    "files of the package": 299,
+    "lines of the core": 5_617,
+    "files of the core": 24,
     "modules of one folder": 13,
     "methods of one class": 25,
     "folders that name reuse": 5,
