@@ -30,7 +30,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, compiler_dirs, needed
 from gfgen.models.families.registry import HUB_IDS, find_configs
 from gfgen.runtime.core.admission import admit
-from gfgen.runtime.ipc.arenas import HOST_PLAN
+from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session.admission import find_weightless

@@ -37,7 +37,7 @@ from gfgen.models.streaming.host_copy import HostCopy
 from gfgen.models.streaming.placing import Kept, Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}

@@ -40,8 +40,8 @@ from gfgen.runtime.ipc.messages import (
     RunTask,
     SendState,
     SetModels,
+    Transfer,
 )
-from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import Patience, Phase, RankProcess
 from gfgen.runtime.processes.pool import HeldModels, WorkerPool

@@ -33,12 +33,9 @@ Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 class Device:
     """Keeps a rank's models and runs its tasks in main memory, where arenas are shared memory."""
 
-    maps_between_tasks = False
-    """New arenas are mapped by the main thread, because mapping waits for the device."""
-    arena_fds: tuple[int, ...] = ()
-    """The control plane hands these to the other ranks."""
-    counts_tokens = False
-    """Whether this device can pad texts at almost no cost."""
+    maps_between_tasks = False  # new arenas are mapped by the main thread: mapping waits for the device
+    arena_fds: tuple[int, ...] = ()  # the control plane hands these to the other ranks
+    counts_tokens = False  # whether this device can pad texts at almost no cost
 
     def __init__(
         self,
@@ -49,13 +46,11 @@ class Device:
         load_model: Callable[[str], Adapter],
     ) -> None:
         self.adapters = adapters
-        self.endpoint: Any = None
-        """None before `connect`."""
+        self.endpoint: Any = None  # None before `connect`
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model
-        self._away: dict[str, Adapter] = {}
-        """By checkpoint: models that have left the device and may come back."""
+        self._away: dict[str, Adapter] = {}  # by checkpoint: models off the device that may come back
         self._used: set[object] = set()
 
     def use(self, thread: Thread) -> None:
@@ -137,7 +132,8 @@ class Device:
             job.hold(self._receive(work, outline), producer=None)
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
-            job.fetch_latents(task, message.producer)
+            latents = jobs.fetch(job.slab, "latents", task.index, job.take_in)
+            job.hold(latents, producer=message.producer)
 
     def _receive(self, work: RankTask, outline: jobs.Outline) -> Fields:
         return jobs.receive_state(
