@@ -24,7 +24,7 @@ from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.arenas import GPU_PLAN
+from gfgen.runtime.ipc.settings import GPU_PLAN
 
 logger = logging.getLogger(__name__)
 

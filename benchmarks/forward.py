@@ -27,7 +27,7 @@ from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.arenas import GPU_PLAN
+from gfgen.runtime.ipc.settings import GPU_PLAN
 
 logger = logging.getLogger(__name__)
 

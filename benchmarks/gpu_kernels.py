@@ -31,7 +31,7 @@ from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.arenas import GPU_PLAN
+from gfgen.runtime.ipc.settings import GPU_PLAN
 
 KINDS = {
     "attention": re.compile("sdpa|flash|fmha"),

@@ -35,7 +35,7 @@ from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.arenas import GPU_PLAN, HOST_PLAN
+from gfgen.runtime.ipc.settings import GPU_PLAN, HOST_PLAN
 
 KIB, MIB = 1 << 10, 1 << 20
 EXACT = ((1, 2, 8), (3, 5, 3), (33, 24, 64), (5070, 24, 128), (18480, 24, 128), (96000, 24, 128))

@@ -34,7 +34,7 @@ from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import present_degrees
-from gfgen.models.stepping.stock_pipeline import join_group
+from gfgen.models.stepping.check import join_group
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)

@@ -23,7 +23,7 @@ from torch import Tensor, distributed
 from benchmarks.measure_host import attend, repeats_of
 from benchmarks.timing import device_ms, host_s
 from gfgen.models.parallel.shared_attention import attend_with_lse
-from gfgen.models.stepping.stock_pipeline import join_group
+from gfgen.models.stepping.check import join_group
 
 WAYS = {"ulysses": TemplatedUlyssesAttention, "ring": TemplatedRingAttention}
 

@@ -32,10 +32,9 @@ from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import OutputWritten, StopRequested
+from gfgen.runtime.core.events import Clock, OutputWritten, StopRequested
 from gfgen.runtime.files.index import INDEX_NAME
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel

@@ -32,16 +32,14 @@ from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, TaskDone
+from gfgen.runtime.core.events import Clock, Event, TaskDone
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.files.trace import TraceWriter
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import RankTimes, RunTask, TaskReport
+from gfgen.runtime.ipc.messages import Channel, RankTimes, RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name

@@ -21,8 +21,8 @@ from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow

@@ -34,10 +34,9 @@ from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.events import Clock, Event, OutputWritten, TaskDone
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.resume import RunStart

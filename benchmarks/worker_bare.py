@@ -21,7 +21,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Adapter
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import entry, gpu
 from gfgen.runtime.worker.entry import run_worker

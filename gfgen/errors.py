@@ -86,7 +86,7 @@ REFUSALS = (ValueError, TypeError, ImportError, KeyError)
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something in a job that does not act as written, although the job runs (runtime/core/effects.py)."""
+    """Something in a job that does not act as written, although the job runs (runtime/core/admission.py)."""
 
     kind: str
     """What it is, in words that are equal for all such jobs; the log has each kind once per job file."""

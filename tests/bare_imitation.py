@@ -8,7 +8,7 @@ from functools import partial
 from gpu_worker_imitation import imitate_cuda, imitation_worker
 
 from benchmarks.worker_bare import with_bare_loops
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker.entry import load_model, run_worker
 from gfgen.runtime.worker.loop import Worker

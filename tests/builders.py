@@ -18,9 +18,8 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.manifest import is_finished, read_manifest
 from gfgen.runtime.files.resume import RunStart

@@ -12,7 +12,7 @@ from gfgen.cluster.node import Fleet, JobEnded, Report
 from gfgen.cluster.simulated import SimulatedCluster, SimulatedNode
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.simulate.simulation import SimulatedTimes
 
 

@@ -46,8 +46,8 @@ from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.starting import wait_ready

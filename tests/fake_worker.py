@@ -31,8 +31,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import RankTimes, RunTask, SendState, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.messages import Channel, RankTimes, RunTask, SendState, StartJob, TaskFault, TaskReport
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 

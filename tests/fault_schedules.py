@@ -38,9 +38,8 @@ from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.job_record import MAX_LOST_WORKERS, MAX_TASK_FAILURES
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import BATCH_FAMILIES, AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
+from gfgen.runtime.core.events import Clock, Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import RunStart

@@ -26,9 +26,8 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import CpuGroup, Endpoint
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import rehearsal
-from gfgen.models.streaming.keeping import Kept
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandoned, Arenas
+from gfgen.models.streaming.placing import Kept
+from gfgen.runtime.ipc.messages import Abandoned, Arenas, Channel
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import forwards, gpu, memory
 from gfgen.runtime.worker.dispatches import Dispatches

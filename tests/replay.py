@@ -20,9 +20,8 @@ from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, JobArrived, JobCancelled
+from gfgen.runtime.core.events import Clock, Event, JobArrived, JobCancelled
 from gfgen.runtime.files.journal import NoJournal, dispatch_summary, jobs_hash
 from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel

@@ -16,17 +16,17 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 67_858,
-    "files of the package": 306,
-    "lines of the core": 5_815,
-    "files of the core": 27,
+    "lines of the package": 66_031,
+    "files of the package": 286,
+    "lines of the core": 5_574,
+    "files of the core": 24,
     "modules of one folder": 13,
     "methods of one class": 25,
-    "folders that name reuse": 5,
+    "folders that name reuse": 4,
     "folders that name lora": 5,
     "folders that name offload": 1,
     "folders that name fp8": 3,
-    "folders that name upscale": 5,
+    "folders that name upscale": 3,
 }
 """The core is the list of docs/core.md. A folder names a feature if a name in its code contains the word."""
 ORDER = [

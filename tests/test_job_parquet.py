@@ -7,7 +7,7 @@ import pytest
 from builders import read_jobs
 
 from gfgen.errors import InputError
-from gfgen.job import parquet as rows
+from gfgen.job import inputs
 from gfgen.job.reader import JobSource
 
 pyarrow = pytest.importorskip("pyarrow", reason="reads Parquet: pip install 'gfgen[data]'")
@@ -34,7 +34,7 @@ def test_a_row_is_a_job_and_null_leaves_a_field_out(tmp_path: Path) -> None:
 def test_named_columns_are_the_only_ones_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "ROWS", 2)
+    monkeypatch.setattr(inputs, "PARQUET_ROWS", 2)
     captions = [f"caption {number}" for number in range(5)]
     file = write(tmp_path / "a.parquet", {"caption": captions, "url": captions, "prompt": ["x"] * 5})
     parsed = read_jobs(file, columns={"prompt": "caption"})
@@ -71,7 +71,7 @@ def test_a_row_that_cannot_be_read_is_named_and_the_others_are_jobs(tmp_path: Pa
 def test_rows_after_a_broken_page_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyarrow import parquet
 
-    monkeypatch.setattr(rows, "ROWS", 2)
+    monkeypatch.setattr(inputs, "PARQUET_ROWS", 2)
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"prompt": [f"{number}" * 100 for number in range(6)]})
     parquet.write_table(table, path, row_group_size=2, compression="none", use_dictionary=False)

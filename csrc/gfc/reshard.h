@@ -1,5 +1,5 @@
 // What the CPU collectives move: tensors that change from shards along one dimension to shards
-// along another. all_gather, all_to_all and both exchanges of attention are this.
+// along another. all_gather and both exchanges of attention are this.
 #pragma once
 
 #include "cpu_memory.h"

@@ -83,10 +83,9 @@ def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
 class _Bench:
     def __init__(self, ranks: CudaRanks, num_gpus: int) -> None:
         self.ranks, self.num_gpus = ranks, num_gpus
-        (name,) = ranks.run([0], measure.device_name)
         (versions,) = ranks.run([0], measure.versions)
         (copy_rate,) = ranks.run([0], measure.copy_engine, 1, 64 * MIB)
-        self.name = name
+        self.name = name = driver().name(0)
         self.report = CollectivesReport(
             {
                 "date": time.strftime("%Y-%m-%d"),

@@ -17,9 +17,8 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.events import Clock, Event, OutputWritten, TaskDone
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.messages import RankTimes
 from gfgen.runtime.predict.cost import CostModel

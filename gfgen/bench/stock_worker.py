@@ -113,7 +113,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
 def _pipeline(settings: StockSettings) -> Any:
     import torch
 
-    from gfgen.models.stepping.stock_pipeline import StockPipeline, join_group
+    from gfgen.models.stepping.check import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
     ranks = settings.ranks

@@ -17,13 +17,12 @@ from typing import Any
 import click
 
 from gfgen.cli.run_files import RunOptions, claims_of, has_bar, session_of
-from gfgen.cli.shown.prediction import known_here, machine, slowdowns
+from gfgen.cli.shown.prediction import AT_LOADING, known_here, machine, slowdowns
 from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_warnings
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims, check_records
 from gfgen.runtime.predict.profile_file import check_profile
@@ -34,6 +33,8 @@ from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
+
+logger = logging.getLogger(__name__)
 
 WORDS = {"again": "to make again", "colliding": "colliding with other files"}
 
@@ -151,16 +152,20 @@ def _prediction(
         return _Prediction("this machine has no profile; 'gfgen profile JOBS' measures one")
     reads_s = memory.reads_s({job.spec.model or "": job.checkpoint for job in jobs})
     for line in slowdowns(jobs, profile, reads_s):
-        logging.getLogger(__name__).info("%s", line)
+        logger.info("%s", line)
     try:
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
     about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=PlanWindow(now, batch=options.batch))
-    planner = RankPlanner(reads_s=reads_s, is_coarse=True, **about)
+    turns = memory.residency(jobs)
+    planner = RankPlanner(residency=lambda _: turns, reads_s=reads_s, is_coarse=True, **about)
     # An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
-    has_shared_steps = options.batch > 1 or bool(reads_s)
-    in_full = has_shared_steps and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
+    needs_all = options.batch > 1 or bool(reads_s) or turns is not None
+    in_full = needs_all and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
+    if turns is not None:
+        counted_as = f"is {AT_LOADING}" if in_full else "is left out of the time, because there are many jobs"
+        logger.info("loading of models that take turns %s", counted_as)
     try:
         found = (planner.in_full if in_full else planner.estimated)(options.policy.name, num_ranks)
     except DecisionTimeout as error:

@@ -27,11 +27,10 @@ from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 from gfgen.job.spec import JobSpec
-from gfgen.models.ahead.places import compiler_dirs
-from gfgen.models.ahead.pool import Compiling, Uses, all_calls, needed
+from gfgen.models.ahead.pool import Compiling, Uses, all_calls, compiler_dirs, needed
 from gfgen.models.families.registry import HUB_IDS, find_configs
 from gfgen.runtime.core.admission import admit
-from gfgen.runtime.ipc.arenas import HOST_PLAN
+from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session.admission import find_weightless

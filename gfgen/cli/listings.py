@@ -76,9 +76,9 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
         for name, (result, kind) in found.items():
             click.echo(f"{name:<{width}}  {result:<11}  {kind}")
         return
-    width = max(len(model.name) for model in MODELS)
-    for model in MODELS:
-        click.echo(f"{model.name:<{width}}  {model.summary}")
+    width = max(map(len, MODELS))
+    for name, summary in MODELS.items():
+        click.echo(f"{name:<{width}}  {summary}")
     for recipe, families in (recipes() | own_recipes()).items():
         click.echo(f"recipe {recipe}: {', '.join(families)}")
     click.echo("Or name a directory in diffusers' format, or the hub id of such a pipeline.")

@@ -108,7 +108,7 @@ class Named(click.ParamType[str]):
         return found or [CompletionItem(incomplete, type="file")]
 
 
-A_MODEL, A_POLICY = Named(*(model.name for model in MODELS)), Named(*BUILT_IN)
+A_MODEL, A_POLICY = Named(*MODELS), Named(*BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)

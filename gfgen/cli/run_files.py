@@ -26,7 +26,7 @@ from gfgen.cli.options import LogOptions, NamedPath, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.reader import JobSource
 from gfgen.job.spec import ENDINGS, slug
-from gfgen.models.ahead.places import environment_of_others
+from gfgen.models.ahead.pool import environment_of_others
 from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Summary

@@ -27,8 +27,8 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import parse_memory
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files import resume
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser

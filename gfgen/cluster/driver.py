@@ -30,9 +30,8 @@ from gfgen.runtime.control.control import Control, Intake
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
-from gfgen.runtime.core.events import Event, PolicyChanged, PriorityChanged
+from gfgen.runtime.core.events import Clock, Event, PolicyChanged, PriorityChanged
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content

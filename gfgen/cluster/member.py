@@ -27,8 +27,8 @@ from gfgen.cluster.node import Note
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import ResolvedModel
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, resolved_model

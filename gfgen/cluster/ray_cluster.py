@@ -21,9 +21,8 @@ from gfgen.cluster.node import NodeJoined, NodeLost, Report
 from gfgen.cluster.ray_node import POLL_S, SHARED_NAME, SILENCE_S, RayNode, RayOptions, original, said
 from gfgen.errors import InputError, ModelError, WorkerError, in_one_line
 from gfgen.runtime.core.admission import ResolvedModel
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CUDA
-from gfgen.runtime.core.events import Event, PolicyChanged
+from gfgen.runtime.core.events import Clock, Event, PolicyChanged
 from gfgen.runtime.processes.workers import Requests
 from gfgen.session.ranks import Ranks
 from gfgen.system.signals import SignalPipe

@@ -24,8 +24,7 @@ from gfgen.cluster.member import (
 from gfgen.cluster.node import JobEnded, NodeNotes, Report
 from gfgen.errors import GfgenError, InputError, ModelError, OutputError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.ipc.content import Content, name_file, remove_replaced, temporary_name
 from gfgen.session.feed import Cancel, Ended, Gone

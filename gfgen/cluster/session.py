@@ -17,7 +17,7 @@ from gfgen.job.spec import input_files
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.core.admission import AdmittedJob, Judged, ResolvedModel
-from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.resume import RunStart

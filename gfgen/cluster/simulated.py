@@ -18,8 +18,7 @@ from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobCancelled, Wakeup
+from gfgen.runtime.core.events import Clock, JobCancelled, Wakeup
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.resume import RunStart

@@ -39,8 +39,8 @@ class Failure:
             peer=record.peer,
             waited_for=_WAITED_FOR[record.line // 2],
             dispatch=record.dispatch,
-            expected=_word(record.expected),
-            seen=_word(record.seen),
+            expected=divmod(record.expected, 1 << 32),
+            seen=divmod(record.seen, 1 << 32),
         )
 
     def __str__(self) -> str:
@@ -50,23 +50,19 @@ class Failure:
                 f"{where}: the descriptor names incarnation {self.expected[1]} of rank {self.peer}, "
                 f"whose arena is not mapped here (mapped: {self.seen[1]})"
             )
-        if self.status == native.NOT_ENTERED:
-            return f"{where}: a collective before the entry barrier (call enter first)"
-        if self.status == native.NOT_RISING:
-            return f"{where}: dispatch numbers must rise; the last one entered was not below it"
-        if self.status == native.BROKEN_EDGE:
-            return f"{where}: an earlier transfer with rank {self.peer} failed (restart_edges first)"
         if self.status == native.ABORTED and self.peer == self.rank:
             return f"{where}: aborted by the host"
-        outcome = {
-            native.TIMED_OUT: "timed out waiting for",
-            native.ABORTED: "aborted by the host while waiting for",
-            native.PROTOCOL: "got a signal that does not belong to",
-        }[self.status]
-        return (
-            f"{where}: {outcome} the {self.waited_for} of rank {self.peer} "
-            f"(expected {_text(self.expected)}, seen {_text(self.seen)})"
-        )
+        expected, seen = (f"sequence {word[1]} tag {word[0]:08x}" for word in (self.expected, self.seen))
+        wait = f"the {self.waited_for} of rank {self.peer} (expected {expected}, seen {seen})"
+        texts = {
+            native.NOT_ENTERED: "a collective before the entry barrier (call enter first)",
+            native.NOT_RISING: "dispatch numbers must rise; the last one entered was not below it",
+            native.BROKEN_EDGE: f"an earlier transfer with rank {self.peer} failed (restart_edges first)",
+            native.TIMED_OUT: f"timed out waiting for {wait}",
+            native.ABORTED: f"aborted by the host while waiting for {wait}",
+            native.PROTOCOL: f"got a signal that does not belong to {wait}",
+        }
+        return f"{where}: {texts[self.status]}"
 
     def as_error(self) -> CollectiveError:
         kinds: dict[int, type[CollectiveError]] = {
@@ -75,14 +71,6 @@ class Failure:
             native.BROKEN_EDGE: AbortedError,  # not tried: an earlier failure is the cause
         }
         return kinds.get(self.status, ProtocolError)(str(self))
-
-
-def _word(bits: int) -> tuple[int, int]:
-    return bits >> 32, bits & 0xFFFFFFFF
-
-
-def _text(word: tuple[int, int]) -> str:
-    return f"sequence {word[1]} tag {word[0]:08x}"
 
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from gfgen.errors import LayoutError, RunError
 from gfgen.gfc import native
 from gfgen.gfc.arena import Arena, ArenaPlan, Failure
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.group import Exchanges
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import POINTERS, Resharding, Sizes, reshard
 
 
@@ -153,7 +153,7 @@ def nanoseconds(timeout_s: float | None) -> int:
     return 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
 
 
-class CpuGroup(Exchanges):
+class CpuGroup(Collectives):
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
     `Endpoint.group` makes it. Results are always fresh memory, and calls return when they are complete. A
@@ -180,14 +180,6 @@ class CpuGroup(Exchanges):
         self.ranks = tuple(layout.ranks[slot] for slot in slots)
         self.size = len(slots)
         self.slot = slots.index(task.group.slot)
-
-    @property
-    def room_bytes(self) -> int | None:
-        """None: results that do not fit in an arena arrive in rounds."""
-        return None
-
-    def beside(self, max_blocks: int) -> CpuGroup:
-        return self
 
     def subgroup(self, kind: GroupKind) -> CpuGroup:
         return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)

@@ -21,14 +21,17 @@ OK, TIMED_OUT, ABORTED, PROTOCOL, STALE_MAP, NOT_ENTERED, NOT_RISING, BROKEN_EDG
 WHOLE, HALF, ULYSSES, RING, PAIR, TORUS = range(NUM_KINDS)
 
 
+def each(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of one type, one behind the other."""
+    return [(name, kind) for name in names]
+
+
 class PlanStruct(Structure):
     """csrc/gfc/plan.h"""
 
     _fields_ = [
-        ("data_bytes", c_uint64),
-        ("post_bytes", c_uint64),
-        ("first_sequence", c_uint32),
-        ("unused", c_uint32),
+        *each(c_uint64, "data_bytes", "post_bytes"),
+        *each(c_uint32, "first_sequence", "unused"),
     ]
 
 
@@ -39,12 +42,7 @@ class DescriptorStruct(Structure):
         ("dispatch", c_uint64),
         ("incarnation", c_uint32 * MAX_RANKS),
         ("rank", c_uint8 * MAX_RANKS),
-        ("num_ranks", c_uint8),
-        ("slot", c_uint8),
-        ("cfg", c_uint8),
-        ("ulysses", c_uint8),
-        ("ring", c_uint8),
-        ("torus", c_uint8),
+        *each(c_uint8, "num_ranks", "slot", "cfg", "ulysses", "ring", "torus"),
         ("unused", c_uint8 * 2),
     ]
 
@@ -53,13 +51,9 @@ class RecordStruct(Structure):
     """csrc/gfc/protocol.h"""
 
     _fields_ = [
-        ("status", c_int32),
-        ("rank", c_int32),
-        ("peer", c_int32),
+        *each(c_int32, "status", "rank", "peer"),
         ("line", c_uint32),
-        ("dispatch", c_uint64),
-        ("expected", c_uint64),
-        ("seen", c_uint64),
+        *each(c_uint64, "dispatch", "expected", "seen"),
     ]
 
 
@@ -68,8 +62,7 @@ class TaskStruct(Structure):
 
     _fields_ = [
         ("group", DescriptorStruct),
-        ("seed", c_uint64),
-        ("timeout_ns", c_uint64),
+        *each(c_uint64, "seed", "timeout_ns"),
         ("exchanges", c_uint64 * MAX_RANKS),
         ("instances", c_uint64 * NUM_KINDS),
         ("has_entered", c_uint64),
@@ -81,17 +74,10 @@ class PartStruct(Structure):
     """csrc/gfc/reshard.h"""
 
     _fields_ = [
-        ("input", c_uint64),
-        ("output", c_uint64),
-        ("item_bytes", c_int32),
-        ("num_dims", c_int32),
-        ("split_dim", c_int32),
-        ("concat_dim", c_int32),
-        ("shape", c_int64 * MAX_DIMS),
-        ("input_stride", c_int64 * MAX_DIMS),
-        ("output_stride", c_int64 * MAX_DIMS),
-        ("split_sizes", c_int64 * MAX_RANKS),
-        ("concat_sizes", c_int64 * MAX_RANKS),
+        *each(c_uint64, "input", "output"),
+        *each(c_int32, "item_bytes", "num_dims", "split_dim", "concat_dim"),
+        *each(c_int64 * MAX_DIMS, "shape", "input_stride", "output_stride"),
+        *each(c_int64 * MAX_RANKS, "split_sizes", "concat_sizes"),
     ]
 
 
@@ -102,19 +88,13 @@ class BlockStruct(Structure):
         ("base", c_uint64),
         ("num_dims", c_int),
         ("item_bytes", c_int64),
-        ("extent", c_int64 * MAX_DIMS),
-        ("stride", c_int64 * MAX_DIMS),
+        *each(c_int64 * MAX_DIMS, "extent", "stride"),
     ]
 
 
 # Name -> result, arguments. Addresses are plain integers: they come from mmap and data_ptr().
 _ADDRESS = c_uint64
-_PLAN, _RECORD, _TASK, _BLOCK = (
-    POINTER(PlanStruct),
-    POINTER(RecordStruct),
-    POINTER(TaskStruct),
-    POINTER(BlockStruct),
-)
+_PLAN, _RECORD, _TASK, _BLOCK = map(POINTER, (PlanStruct, RecordStruct, TaskStruct, BlockStruct))
 _STRUCTURES = (PlanStruct, DescriptorStruct, RecordStruct, TaskStruct, PartStruct, BlockStruct)
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gfc_struct_bytes": (None, (POINTER(c_uint64),)),

@@ -28,15 +28,14 @@ assert POINTERS.size + _PART.size == ctypes.sizeof(native.PartStruct)
 class Resharding(NamedTuple):
     """What an exchange does with a tensor: from a shard of `concat_dim` to a shard of `split_dim`.
 
-    Sizes are by slot. split_dim -1: every rank gets the whole input. (0, 0) without sizes: every rank gets
-    an equal part of every input (`CudaGroup.all_to_all`).
+    Sizes are by slot. split_dim -1: every rank gets the whole input.
     is_rotated: a result begins with the own part, then come those of the next slots in turn.
     """
 
     split_dim: int
     concat_dim: int
-    split_sizes: tuple[int, ...] = ()
-    concat_sizes: tuple[int, ...] = ()
+    split_sizes: tuple[int, ...]
+    concat_sizes: tuple[int, ...]
     is_rotated: bool = False
 
     def result_shape(self, shape: Sequence[int], slot: int) -> tuple[int, ...]:

@@ -34,40 +34,29 @@ from gfgen.job.spec import (
 )
 from gfgen.job.weighted import PLAIN, SYNTAXES
 
-MIN_SIDE, MAX_SIDE = 16, 8192
-"""Pixels of a side; the largest is six times what the models were trained on."""
-MAX_FRAMES = 4093
-"""The capacity of Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames."""
-MAX_STEPS = 1000
-"""More than the training timesteps would repeat some of them."""
+MIN_SIDE, MAX_SIDE = 16, 8192  # pixels of a side; the largest is six times what the models were trained on
+MAX_FRAMES = 4093  # Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames
+MAX_STEPS = 1000  # more than the training timesteps would repeat some of them
 MIN_FPS, MAX_FPS = 0.1, 240
-MAX_SCALE = 100
-"""Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
+MAX_SCALE = 100  # guidance scales; 1 turns guidance off, and pictures burn out above 20
 MAX_SHIFT = 100
 MAX_UPSCALE = 8
-MAX_SIGMA = 1_000
-"""Schedulers of the EDM kind begin at 80; others at 1."""
+MAX_SIGMA = 1_000  # schedulers of the EDM kind begin at 80; others at 1
 MAX_OBJECT_CHARS = 20_000
 """Of each of `args`, `files` and `scheduler` as JSON, which are part of messages between processes."""
 MAX_PATH_CHARS = 4096
-MAX_VOLUME_PIXELS = 2**32
-"""Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
+MAX_VOLUME_PIXELS = 2**32  # width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720
 MAX_PROMPT_CHARS = 20_000
 MAX_ID_CHARS = 120
-MAX_OUTPUT_BYTES = 200
-"""A file name has at most 255 bytes on Linux; the writer's temporary names need the rest."""
-MAX_FOLDERS = 8
-"""Parts of a name with folders, and the file name."""
-MIN_YEAR, MAX_YEAR = 1971, 9000
-"""Within these years, a time is valid in every time zone and its Unix time is positive."""
+MAX_OUTPUT_BYTES = 200  # a file name has at most 255 on Linux; the writer's temporary names need the rest
+MAX_FOLDERS = 8  # parts of a name with folders, and the file name
+MIN_YEAR, MAX_YEAR = 1971, 9000  # in these years, times are valid in all zones, with a positive Unix time
 MAX_DURATION_S = 365 * 86_400
-MAX_WHOLE_FLOAT = 2**53
-"""Above it, a float cannot represent every whole number."""
+MAX_WHOLE_FLOAT = 2**53  # above it, a float cannot represent every whole number
 MAX_SHOWN_CHARS = 80
 
 IF_LATE = "if-late"
-MAX_REUSE = 0.8
-"""Of a job's steps; a model may accept less."""
+MAX_REUSE = 0.8  # of a job's steps; a model may accept less
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
 MAX_LORAS = 16
 MAX_LORA_SCALE = 100
@@ -79,8 +68,7 @@ CLOCK_FORMATS = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M%p", "%I %p", "%I%p")
 OF_DAY = re.compile(r"\s*[0-9]{1,2}(?![0-9])")
 ZONED = re.compile(r"(.*[0-9]) *([+-][0-9]{2}:?[0-9]{2}|[A-Za-z][A-Za-z0-9_/+-]*)")
 MAX_TIME_CHARS = 80
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair, which cannot be written as UTF-8."""
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which cannot be written as UTF-8
 FRACTION = re.compile(r" *([0-9]{1,9}) */ *([1-9][0-9]{0,8}) *")
 WITH_COMMA = re.compile(r" *[+-]?[0-9]+(,[0-9]+)+ *")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
@@ -89,8 +77,6 @@ ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
 STRING = {"type": "string"}
 TIME = {"anyOf": [{"type": "number"}, STRING]}
-
-REUSE = {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_REUSE}, {"enum": ["never", IF_LATE]}]}
 
 OTHER_NAMES = {
     other: name
@@ -482,6 +468,7 @@ LORA_ACCEPTED = (
     f'a list of 1 to {MAX_LORAS} objects such as {{"path": "style.safetensors", "scale": 0.8}}; the path is '
     'a file, a folder or a hub id; "file", "target" and "partial" are optional; "name" is for HTTP'
 )
+SHARE = {"type": "number", "minimum": 0, "maximum": MAX_REUSE}
 REUSE_ACCEPTED = f'"never", "{IF_LATE}", or the share of the steps to reuse, a number from 0 to {MAX_REUSE:g}'
 SIGMAS_ACCEPTED = f"a list of 1 to {MAX_STEPS:,} falling numbers from 0 to {MAX_SIGMA:,}"
 
@@ -513,7 +500,7 @@ FIELDS: dict[str, Field] = {
         Field("lora", LORA_ACCEPTED, _parse_lora, {"type": "array", "items": {"type": "object"}}),
         Field("sigmas", SIGMAS_ACCEPTED, _parse_sigmas, {"type": "array", "items": {"type": "number"}}),
         Field("recipe", RECIPE_ACCEPTED, _parse_recipe, {"anyOf": [STRING, {"type": "object"}]}),
-        Field("reuse", REUSE_ACCEPTED, _parse_reuse, REUSE),
+        Field("reuse", REUSE_ACCEPTED, _parse_reuse, {"anyOf": [SHARE, {"enum": ["never", IF_LATE]}]}),
         in_range("upscale", 1, MAX_UPSCALE),
         in_range("upscale_strength", 0.01, 1),
         in_range("upscale_steps", 1, MAX_STEPS, is_whole=True),

@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_IMAGE_BYTES = 64 * 2**20
-MAX_IMAGE_PIXELS = 50_000_000
-"""150 MB decoded; no model here takes more than a few megapixels."""
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
-"""Only these decoders open the file, so other formats cannot reach less safe decoders."""
+MAX_IMAGE_PIXELS = 50_000_000  # 150 MB decoded; no model here takes more than a few megapixels
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # other decoders are less safe
 ANIMATED_FORMATS = ("GIF", "WEBP", "AVIF")
 MAX_ANIMATION_PIXELS = 2**31
-VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI")
-"""Endings of the names of videos that ffmpeg reads; any other file is a picture."""
+VIDEO_FORMATS = ("MP4", "M4V", "MOV", "MKV", "WEBM", "AVI")  # endings; any other file is a picture
 DEMUXERS = ("-format_whitelist", "mov,matroska,avi,gif")
 """Options of ffmpeg. It goes by content, and a playlist (HLS, concat) would make it read other files."""
 MAX_VIDEO_BYTES = 2**30
@@ -45,8 +42,7 @@ class ImageReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self.loras: LoraFiles | None = LoraFiles(self._folder)
-        """None for jobs that come from other machines, which name LoRAs of the run."""
+        self.loras: LoraFiles | None = LoraFiles(self._folder)  # None for jobs that come from other machines
         self._sha256 = functools.cache(_checked)
 
     def check(self, name: str, *, may_be_video: bool = False) -> tuple[Path, str]:
@@ -274,8 +270,7 @@ def _remarks_on_video(path: Path) -> Iterator[Warned]:
 
 MAX_LORA_BYTES = 8 * 2**30
 USUAL_NAME = "pytorch_lora_weights.safetensors"
-MARKS = ("lora", "lokr")
-"""In names of a LoRA's tensors, in every format that diffusers converts."""
+MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that diffusers converts
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
 _EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}

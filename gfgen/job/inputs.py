@@ -1,4 +1,4 @@
-"""Kinds of job files, and their entries: JSON Lines, a JSON array, CSV with a header, or prompts."""
+"""Kinds of job files, and their entries: JSON Lines, a JSON array, CSV, Parquet, or prompts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gfgen.errors import JobError, Problem, nearest
+from gfgen.errors import InputError, JobError, Problem, in_one_line, nearest
 from gfgen.job.fields import FIELDS, Repeated, plain_name, printable, shown, suggestion
 from gfgen.job.shared import VARIATION_FIELDS, number_of, value_of
 from gfgen.job.weighted import AUTO, PLAIN
 
-MAX_FILE_BYTES = 2**28
-"""Of a file that is read into memory, and of a line of JSON Lines."""
-HEAD_BYTES = 2**16
-"""Of a file, from which its kind is known."""
+MAX_FILE_BYTES = 2**28  # of a file that is read into memory, and of a line of JSON Lines
+HEAD_BYTES = 2**16  # of a file, from which its kind is known
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 JSON_LINES, ARRAY, TABLE, PROMPTS = "JSON Lines", "a JSON array", "CSV", "one prompt per line"
-STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"
-"""Of sources that are not files, in messages."""
+PARQUET, PARQUET_SUFFIX = "Parquet", ".parquet"
+PARQUET_ROWS = 1_000  # they are read that many at a time
+STDIN_NAME, PROMPTS_NAME, PROGRAM_NAME = "standard input", "-p", "the jobs"  # sources that are no files
 TABLE_SUFFIXES = (".csv", ".tsv")
-TEXT_SUFFIXES = ("", ".txt")
-"""A file of prompts has such a name, or none: it is the standard input."""
+TEXT_SUFFIXES = ("", ".txt")  # a file of prompts has such a name, or none: it is the standard input
 DELIMITERS = ",;\t"
 TOO_DEEP = "nested too deeply; the fields of a job are strings and numbers"
 OVER_LINES = (
@@ -45,8 +43,7 @@ OVER_LINES = (
 _COMMENTS = re.compile(r"(?:[^\S\n]*(?:#[^\n]*)?\n)*")
 """Comments and blank lines before the first entry."""
 
-Entry = tuple[int, Mapping[str, object] | Problem | str]
-"""The line, and its job; a text is JSON that is not decoded yet."""
+Entry = tuple[int, Mapping[str, object] | Problem | str]  # the line, and its job; a text is JSON not decoded
 
 
 def is_url(file: str) -> bool:
@@ -66,6 +63,12 @@ class ArrayEntry(int):
     """The number of an entry of a JSON array, where other files have a line."""
 
     place = "entry"
+
+
+class Row(int):
+    """The same of a row of a Parquet file."""
+
+    place = "row"
 
 
 class FileLine(int):
@@ -169,16 +172,14 @@ def _delimiter(header: str) -> str | None:
 
 
 def _names(header: str, delimiter: str) -> list[str]:
+    """The fields that a header means, whatever their case; other texts stay as they are."""
     try:
-        return [_field_name(name.strip()) for name in next(csv.reader([header], delimiter=delimiter), [])]
+        cells = [cell.strip() for cell in next(csv.reader([header], delimiter=delimiter), [])]
     except csv.Error:  # a carriage return inside of the line, or a cell of more than 131,072 characters
         return []
-
-
-def _field_name(name: str) -> str:
-    """The field that a header means, whatever its case; another text stays as it is."""
-    plain = re.sub("[ -]", "_", name.lower())
-    return plain if plain in FIELDS or plain in VARIATION_FIELDS else name
+    plain = [re.sub("[ -]", "_", cell.lower()) for cell in cells]
+    known = {*FIELDS, *VARIATION_FIELDS}
+    return [name if name in known else cell for name, cell in zip(plain, cells, strict=True)]
 
 
 def _json_lines(lines: Iterable[bytes]) -> Iterator[Entry]:
@@ -305,6 +306,57 @@ def _check_header(names: Sequence[str], line: int) -> None:
         raise ReadingEnded(line, "the header names a field twice")
 
 
+def rows_of(stream: BinaryIO, columns: Mapping[str, str]) -> Iterator[Entry]:
+    """The jobs of a file; `columns` has the column of each field, or nothing if their names are the same.
+
+    Raises: InputError without pyarrow; ReadingEnded.
+    """
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InputError("reading Parquet needs pyarrow; pip install 'gfgen[data]'") from None
+    number = 0
+    try:
+        file = parquet.ParquetFile(stream)
+        there = file.schema_arrow.names
+        columns = columns or {name: name for name in there}
+        for field, column in columns.items():
+            _check_column(field, column, there)
+        for batch in file.iter_batches(PARQUET_ROWS, columns=list(columns.values())):
+            for row in _rows_in(batch):
+                number += 1
+                if isinstance(row, Exception):
+                    unread = f"cannot be read ({in_one_line(row)})"
+                    yield Row(number), Problem(Row(number), None, None, unread)
+                    continue
+                given = {field: row[column] for field, column in columns.items()}
+                yield Row(number), {field: value for field, value in given.items() if value is not None}
+    except (ArrowException, OSError) as error:
+        line, what = (Row(number + 1), "this row and those after it") if number else (None, "it")
+        raise ReadingEnded(line, f"{what} cannot be read as Parquet ({in_one_line(error)})") from None
+
+
+def _rows_in(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
+    """The rows, or what is wrong with one, such as a text that is not UTF-8 or a time without a place."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for idx in range(batch.num_rows):
+            try:
+                yield batch.slice(idx, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield error
+
+
+def _check_column(field: str, column: str, there: list[str]) -> None:
+    if column not in there:
+        raise ReadingEnded(None, f"there is no column {plain_name(column)}; there are {', '.join(there)}")
+    if field not in FIELDS and field not in VARIATION_FIELDS:
+        name = plain_name(field)
+        hint = f"name the columns to read, such as --column prompt={name}"
+        raise ReadingEnded(None, f"column {name} is not a field of a job; {hint}")
+
+
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     decoded = dict(pairs)
     if len(decoded) < len(pairs):
@@ -347,12 +399,9 @@ class PromptLines:
     <lora:ink:0.8> a fox                                      a file of a folder (--lora-dir)
     """
 
-    is_plain: bool = False
-    """Take lines as they are."""
-    loras: Path | None = None
-    """The folder of LoRAs; without it, <lora:...> stays text."""
-    syntax: str = AUTO
-    """Of prompts on lines of A1111."""
+    is_plain: bool = False  # take lines as they are
+    loras: Path | None = None  # the folder of LoRAs; without it, <lora:...> stays text
+    syntax: str = AUTO  # of prompts on lines of A1111
     recognised: Counter[str] = field(default_factory=Counter)
 
     def told(self, kind: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from gfgen.job.spec import JobSpec
 
 T = TypeVar("T")
-FEW = 10_000
-"""Records that are kept as they are, and the most that are unpacked at once."""
+FEW = 10_000  # records that are kept as they are, and the most that are unpacked at once
 
 
 class Form:
@@ -30,8 +29,7 @@ class Form:
         self.values = attrgetter(
             *[path for slots in named.values() for path, _ in slots if path not in parts]
         )
-        self.alike = alike
-        """Equal for records with few differences."""
+        self.alike = alike  # equal for records with few differences
 
     def made(self, values: Iterator[Any]) -> Any:
         known: dict[str, Any] = {}

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from gfgen.errors import GfgenError, InputError, JobError, Problem, at, in_one_line, without_secrets
 from gfgen.job.fields import FIELDS, MAX_DURATION_S, MAX_OUTPUT_BYTES, parse_fields, parse_moment, shown
@@ -27,6 +26,8 @@ from gfgen.job.images import ImageReader
 from gfgen.job.inputs import (
     EXAMPLE,
     JSON_LINES,
+    PARQUET,
+    PARQUET_SUFFIX,
     PROGRAM_NAME,
     PROMPTS_NAME,
     STDIN_NAME,
@@ -38,11 +39,11 @@ from gfgen.job.inputs import (
     decoded_object,
     entries_of,
     is_url,
+    rows_of,
 )
 from gfgen.job.packed import FEW, SPECS, Packed
-from gfgen.job.parquet import PARQUET, SUFFIX, rows_of
 from gfgen.job.recipes import Recipes
-from gfgen.job.shared import MAX_JOBS, VARIATION_FIELDS, check_defaults, is_defaults, over, variations
+from gfgen.job.shared import MAX_JOBS, VARIATION_FIELDS, check_defaults, over, variations
 from gfgen.job.spec import (
     RANDOM_SEED,
     JobSpec,
@@ -57,11 +58,9 @@ from gfgen.job.weighted import AUTO
 
 MAX_PROBLEMS = 1_000
 SHORT_DAY_S = 23 * 3_600
-BAR_FROM = 10_000
-"""Lines that are read, or jobs that are admitted, without a progress bar."""
+BAR_FROM = 10_000  # lines that are read, or jobs that are admitted, without a progress bar
 
 KEY_BYTES = 17
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 
 
@@ -72,32 +71,24 @@ class ParsedJobs:
     source: str
     specs: Sequence[JobSpec]
     problems: tuple[Problem, ...]
-    kinds: tuple[tuple[str, str], ...] = ()
-    """Each file that is not JSON Lines, and what it is."""
+    kinds: tuple[tuple[str, str], ...] = ()  # each file that is not JSON Lines, and what it is
     defaults: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     num_varied: int = 0
-    num_done: int = 0
-    """Further jobs, on lines that a `LineIndex` knows."""
+    num_done: int = 0  # further jobs, on lines that a `LineIndex` knows
     keys: bytes | bytearray = b""
     """With a `LineIndex`, KEY_BYTES for each of `specs`: its line's, and whether it has the id; or zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoneJob:
+class DoneJob(NamedTuple):
     id: str
     output: str | None
     format: str | None
-    has_own_id: bool
-    """The line gives it."""
+    has_own_id: bool  # the line gives it
 
 
 class LineIndex(Protocol):
     def done(self, key: bytes) -> DoneJob | None:
         """The job of the line with this key, which is a hash of all that decides what the line means."""
-
-
-def _source_name(files: Sequence[str]) -> str:
-    return f"{len(files)} job files" if len(files) > 1 else _name_of(files[0]) if files else PROMPTS_NAME
 
 
 def _name_of(file: str) -> str:
@@ -111,8 +102,14 @@ def _opened(file: str) -> Iterator[BinaryIO]:
         return
     name = _name_of(file)
     try:
-        with _stream_of(file) as stream:
-            yield stream
+        with contextlib.ExitStack() as stack:
+            if is_url(file):
+                import fsspec
+
+                raw = stack.enter_context(fsspec.open(file, "rb"))
+                yield io.BufferedReader(raw)  # which reads lines up to a length
+            else:
+                yield stack.enter_context(Path(file).open("rb"))
     except FileNotFoundError:
         raise InputError(
             f"job file {name}: no such file; name a file of JSON lines, or - for standard input"
@@ -125,18 +122,6 @@ def _opened(file: str) -> Iterator[BinaryIO]:
             raise
         reason = getattr(error, "strerror", None) or without_secrets(in_one_line(error))
         raise InputError(f"job file {name!r}: cannot be read ({reason})") from None
-
-
-@contextlib.contextmanager
-def _stream_of(file: str) -> Iterator[BinaryIO]:
-    if not is_url(file):
-        with Path(file).open("rb") as stream:
-            yield stream
-        return
-    import fsspec
-
-    with fsspec.open(file, "rb") as raw:
-        yield io.BufferedReader(raw)  # which reads lines up to a length
 
 
 def _of_file(entries: Iterable[Entry], name: str, file_idx: int) -> Iterator[Entry]:
@@ -160,7 +145,7 @@ def read_job_stream(
     max_jobs: int = MAX_JOBS,
 ) -> ParsedJobs:
     """The jobs of a binary stream; with `images` from elsewhere, lists of texts are refused."""
-    jobs = _JobList(NOTHING, NOTHING, max_jobs)
+    jobs = _JobList(JobSource(), max_jobs)
     kind, entries = entries_of(stream, suffix=suffix)
     with contextlib.suppress(_ListEnded):
         jobs.add_file(entries, source, folder=folder, images=images)
@@ -233,26 +218,20 @@ class _ListEnded(Exception):
 
 @dataclass(slots=True)
 class _JobList:
-    overrides: Mapping[str, Any]
-    fallbacks: Mapping[str, Any]
+    source: JobSource
     max_jobs: int = MAX_JOBS
-    own_recipes: Recipes = field(default_factory=dict)
     images: ImageReader = field(default_factory=lambda: ImageReader(Path()))
-    folder: Path | None = None
-    """Of lists of texts; None refuses these, for jobs that come from other machines."""
+    folder: Path | None = None  # of lists of texts; None refuses these, for jobs of other machines
     defaults: Mapping[str, Any] = field(default_factory=dict)
     specs: list[JobSpec] | Packed[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
     num_varied: int = 0
-    index: LineIndex | None = None
-    """Lines that it knows are not decoded."""
-    context: str = ""
-    """Of keys, beside the line and its defaults."""
+    index: LineIndex | None = None  # lines that it knows are not decoded
+    context: str = ""  # of keys, beside the line and its defaults
     keys: bytearray = field(default_factory=bytearray)
     num_done: int = 0
-    place: int = 0
-    """Of the last job in its file, faulty ones included."""
+    place: int = 0  # of the last job in its file, faulty ones included
     id_takers: dict[str, int] = field(default_factory=dict)
     file_takers: dict[str, int] = field(default_factory=dict)
 
@@ -290,11 +269,17 @@ class _JobList:
         if isinstance(entry, Problem):
             self.problems.append(entry)
             self.place += 1
-        elif is_first and is_defaults(entry):
-            self._take_defaults(line, entry["defaults"])
+        elif is_first and list(entry) == ["defaults"]:
+            if problems := check_defaults(entry["defaults"]):
+                self.problems += JobError(*problems).at_line(line)
+            else:
+                self.defaults = entry["defaults"]  # type: ignore[assignment]
         else:
-            given = over(over(self.fallbacks, self.defaults), entry)
-            given, num_before = over(given, self._overrides_of(entry)), len(self.specs)
+            given = over(over(self.source.fallbacks, self.defaults), entry)
+            matrix, overrides = entry.get("vary", self.defaults.get("vary")), self.source.overrides
+            if isinstance(matrix, Mapping) and "vary" in overrides:
+                overrides = {**overrides, "vary": matrix}  # --vary leaves a matrix as it is
+            given, num_before = over(given, overrides), len(self.specs)
             self._add_line_of_jobs(line, given)
             if self.index is not None:
                 num_new = len(self.specs) - num_before
@@ -316,37 +301,16 @@ class _JobList:
     def _is_plain(self, spec: JobSpec, given: Mapping[str, Any]) -> bool:
         """Whether its line means this job whatever other lines and files there are."""
         is_first = given.get("id") is not None or self.occurrences[spec.id] == 1
-        own = (
-            spec.image,
-            spec.files,
-            spec.lora,
-            spec.args,
-            spec.recipe,
-            spec.place,
-            spec.seed == RANDOM_SEED,
-        )
-        is_alone = given.keys().isdisjoint(VARIATION_FIELDS)
-        return is_first and is_alone and not any(own) and "{" not in (spec.output or "")
-
-    def _take_defaults(self, line: int, defaults: Any) -> None:
-        if problems := check_defaults(defaults):
-            self.problems += JobError(*problems).at_line(line)
-        else:
-            self.defaults = defaults
-
-    def _overrides_of(self, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The overrides; --vary leaves a matrix as it is."""
-        matrix = mapping.get("vary", self.defaults.get("vary"))
-        if isinstance(matrix, Mapping) and "vary" in self.overrides:
-            return {**self.overrides, "vary": matrix}
-        return self.overrides
+        own = (spec.image, spec.files, spec.lora, spec.args, spec.recipe, spec.place)
+        is_drawn = spec.seed == RANDOM_SEED or "{" in (spec.output or "")
+        return is_first and given.keys().isdisjoint(VARIATION_FIELDS) and not any(own) and not is_drawn
 
     def _add_line_of_jobs(self, line: int, mapping: Mapping[str, Any]) -> None:
         """Add all jobs of a line, or each distinct problem of its variations once."""
         specs: list[JobSpec] = []
         problems: dict[Problem, None] = {}
         try:
-            for job in variations(mapping, fixed=self.overrides, folder=self.folder):
+            for job in variations(mapping, fixed=self.source.overrides, folder=self.folder):
                 if len(self.specs) + len(specs) + self.num_done >= self.max_jobs:
                     raise ReadingEnded(line, f"a file has at most {self.max_jobs:,} jobs; split it here")
                 spec, found = self._parse(line, job)
@@ -366,14 +330,17 @@ class _JobList:
             self.num_varied += len(specs) > 1
 
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
-        if isinstance(name := mapping.get("recipe"), str) and name in self.own_recipes:
-            mapping = {**mapping, "recipe": self.own_recipes[name]}
+        if isinstance(name := mapping.get("recipe"), str) and name in self.source.own_recipes:
+            mapping = {**mapping, "recipe": self.source.own_recipes[name]}
         values, problems = parse_fields(mapping, images=self.images)
         self.place += 1
         if "{index" in values.get("output", ""):
             values["place"] = self.place
         if not problems and "id" not in values:
-            values["id"] = self._next_id(values)
+            values["id"] = base = default_id(values)
+            self.occurrences[base] += 1
+            if (number := self.occurrences[base]) > 1:
+                values["id"] = f"{base}-{number}"
         # Names of a faulty line count as used, so that this report shows its clashes, too.
         if "id" in values:
             with_own_name(values)
@@ -381,12 +348,6 @@ class _JobList:
         if problems:
             return None, JobError(*problems).at_line(line)
         return JobSpec(**values, line=line), ()
-
-    def _next_id(self, values: Mapping[str, Any]) -> str:
-        base = default_id(values)
-        self.occurrences[base] += 1
-        number = self.occurrences[base]
-        return base if number == 1 else f"{base}-{number}"
 
     def _take_names(self, line: int, values: Mapping[str, Any]) -> Iterator[Problem]:
         """Record the names that an entry's job uses; yields a problem for each that an earlier one uses."""
@@ -418,46 +379,38 @@ MAX_IDS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    files: tuple[str, ...] = ()
-    """Job files; "-" is standard input."""
+    files: tuple[str, ...] = ()  # job files; "-" is standard input
     prompts: tuple[str, ...] = ()
-    given: tuple[object, ...] | None = None
-    """The jobs of a program, prompts or mappings of fields, in place of files."""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of all jobs, whatever the files say."""
-    fallbacks: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of jobs where neither a line nor the defaults of its file have a value."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Of files in Parquet, by field: the only ones that are read."""
-    own_recipes: Recipes = field(default_factory=dict)
-    """Those of a user, by name."""
-    lora_folder: Path | None = None
-    """Of the LoRAs that lines of prompts name."""
-    is_plain: bool = False
-    """Whether lines of prompts are taken as they are."""
-    only: tuple[str, ...] = ()
-    """Patterns of ids; a job needs to match one."""
+    given: tuple[object, ...] | None = None  # jobs of a program, prompts or mappings, in place of files
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of all jobs, whatever the files say
+    fallbacks: Mapping[str, Any] = field(default_factory=dict)  # where neither line nor defaults have a value
+    columns: Mapping[str, str] = field(default_factory=dict)  # of Parquet, by field: the only ones read
+    own_recipes: Recipes = field(default_factory=dict)  # those of a user, by name
+    lora_folder: Path | None = None  # of the LoRAs that lines of prompts name
+    is_plain: bool = False  # whether lines of prompts are taken as they are
+    only: tuple[str, ...] = ()  # patterns of ids; a job needs to match one
     tags: tuple[str, ...] = ()
-    limit: int | None = None
-    """The most jobs, the first ones of those that match."""
+    limit: int | None = None  # the most jobs, the first ones of those that match
     index: LineIndex | None = field(default=None, compare=False)
-    context: str = ""
-    """What else decides what the lines of an index mean, as a text."""
+    context: str = ""  # what else decides what the lines of an index mean, as a text
 
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
-        if self.columns and not any(Path(_name_of(file)).suffix.lower() == SUFFIX for file in self.files):
-            raise InputError(f"--column goes with job files whose name ends in {SUFFIX}; there is none")
+        suffixes = [Path(_name_of(file)).suffix.lower() for file in self.files]
+        if self.columns and PARQUET_SUFFIX not in suffixes:
+            kind = f"job files whose name ends in {PARQUET_SUFFIX}"
+            raise InputError(f"--column goes with {kind}; there is none")
         files = [file if file == "-" or is_url(file) else os.path.realpath(file) for file in self.files]
-        named = zip(self.files, files, strict=True)
-        twice = next((name for name, file in named if files.count(file) > 1), None)
+        twice = next((x for x, file in zip(self.files, files, strict=True) if files.count(file) > 1), None)
         if twice is not None:
             raise InputError(f"JOBS names {_name_of(twice)} twice; name each job file once")
 
     @property
     def name(self) -> str:
-        return _source_name(self.files) if self.given is None else PROGRAM_NAME
+        if self.given is not None:
+            return PROGRAM_NAME
+        return f"{len(self.files)} job files" if self.files[1:] else _name_of((*self.files, PROMPTS_NAME)[0])
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -477,7 +430,7 @@ class JobSource:
     def _read_all(self, *, has_bar: bool) -> ParsedJobs:
         files = [file if file == "-" or is_url(file) else str(Path(file)) for file in self.files]
         syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
-        jobs = _JobList(self.overrides, self.fallbacks, own_recipes=self.own_recipes)
+        jobs = _JobList(self)
         if not (self.only or self.tags or self.limit):
             jobs.index, jobs.context = self.index, f"{self.context}{self.overrides}{self.fallbacks}"
         kinds: list[tuple[str, str]] = []
@@ -491,7 +444,7 @@ class JobSource:
                     name, is_local = _name_of(file), not (file == "-" or is_url(file))
                     suffix, folder = Path(name).suffix, Path(file).parent if is_local else Path()
                     lines = PromptLines(self.is_plain, self.lora_folder, syntax)
-                    if suffix.lower() == SUFFIX:
+                    if suffix.lower() == PARQUET_SUFFIX:
                         kind, entries = PARQUET, rows_of(stream, self.columns)
                     else:
                         kind, entries = entries_of(stream, suffix=suffix, prompts=lines)
@@ -506,17 +459,8 @@ class JobSource:
                 prompts = ((number, {"prompt": text}) for number, text in enumerate(self.prompts, start=1))
                 entries = _of_file(prompts, PROMPTS_NAME, len(files)) if are_several else prompts
                 jobs.add_file(entries, PROMPTS_NAME, folder=Path())
-        specs, problems = jobs.specs, tuple(jobs.problems)
-        return ParsedJobs(
-            self.name,
-            specs,
-            problems,
-            tuple(kinds),
-            tuple(defaults),
-            jobs.num_varied,
-            num_done=jobs.num_done,
-            keys=jobs.keys,
-        )
+        own = (jobs.specs, tuple(jobs.problems), tuple(kinds), tuple(defaults), jobs.num_varied)
+        return ParsedJobs(self.name, *own, num_done=jobs.num_done, keys=jobs.keys)
 
     def _has(self, spec: JobSpec) -> bool:
         has_id = not self.only or any(fnmatchcase(spec.id, pattern) for pattern in self.only)

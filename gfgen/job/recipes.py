@@ -15,8 +15,7 @@ from typing import Any
 from gfgen.errors import JobError, Problem
 from gfgen.job.spec import JobSpec
 
-Recipes = Mapping[str, Any]
-"""By name and family: fields of a job, and `"lora": true` for a recipe of a LoRA."""
+Recipes = Mapping[str, Any]  # by name and family: fields of a job, and `"lora": true` for a recipe of a LoRA
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Options = Mapping[str, Any]
-FLOW = "FlowMatch"
-"""Schedulers of models that predict flow begin so."""
+FLOW = "FlowMatch"  # schedulers of models that predict flow begin so
 
 _EULER, _EULER_A, _HEUN = "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler"
 _MULTISTEP, _LCM = "DPMSolverMultistepScheduler", "LCMScheduler"
@@ -45,8 +44,7 @@ SAMPLERS: Mapping[str, tuple[str, Options]] = {
     "dpmpp_3m": (_MULTISTEP, {"solver_order": 3}),
     "dpmpp_3m_sde": (_MULTISTEP, {**_SDE, "solver_order": 3}),
 }
-_TOGETHER = {name.replace("_", ""): name for name in SAMPLERS}
-"""Names as some write them: `dpmpp2m`, `eulera`."""
+_TOGETHER = {name.replace("_", ""): name for name in SAMPLERS}  # as some write them: `dpmpp2m`, `eulera`
 _OF_FLOW: Mapping[str, tuple[str, Options]] = {
     _EULER: ("FlowMatchEulerDiscreteScheduler", {}),
     _EULER_A: ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}),
@@ -73,8 +71,7 @@ _SCHEDULES_OF_FLOW: Mapping[str, Sequence[str]] = {
     "UniPCMultistepScheduler": ("karras", "k"),
 }
 """What schedulers of models that predict flow can space otherwise."""
-_USUAL = ("", "automatic", "normal", "sgm_uniform", "simple")
-"""What they do by themselves."""
+_USUAL = ("", "automatic", "normal", "sgm_uniform", "simple")  # what they do by themselves
 
 
 def known_sampler(name: str, *, is_flow: bool) -> dict[str, Any] | None:

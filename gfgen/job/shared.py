@@ -35,24 +35,16 @@ from gfgen.job.images import NoImages
 from gfgen.job.spec import later_seed, numbered_name
 
 OWN_FIELDS = ("id", "output")
-VARIATION_FIELDS = ("vary", "seeds", "num_images")
-"""Fields of a line, not of a job."""
-SETTABLE_VARIATIONS = ("seeds", "num_images")
-"""Those of the variation fields that the command line can give to all lines."""
+VARIATION_FIELDS = ("vary", "seeds", "num_images")  # fields of a line, not of a job
 SIDES = {"size", "width", "height"}
 SEEDS = {"seed", "seeds"}
 MAX_JOBS = 1_000_000
-MAX_VARIATIONS = 100_000
-"""Jobs of a file, and of one line."""
+MAX_VARIATIONS = 100_000  # jobs of a file, and of one line
 MAX_LIST_BYTES = 2**24
 _NUM_IMAGES = in_range("num_images", 1, MAX_VARIATIONS, is_whole=True)
 CHOICE = re.compile(r"\{([^{}]*)\}")
 SEED_RANGE = re.compile(r" *([0-9]{1,20}) *\.\. *([0-9]{1,20}) *")
 TEXTS = ("prompt", "negative_prompt")
-
-
-def is_defaults(mapping: Mapping[str, object]) -> bool:
-    return list(mapping) == ["defaults"]
 
 
 def is_template(name: str, value: object) -> bool:
@@ -111,7 +103,7 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
             raise InputError(f"{option} {text}: NAME=VALUE is accepted, such as {option} steps=20")
         if name in SEEDS and SEEDS & found.keys() - {name}:
             raise InputError(f"{option}: seed and seeds exclude each other; give one of them")
-        if name in SETTABLE_VARIATIONS:
+        if name in VARIATION_FIELDS[1:]:
             found = dict(over(found, {name: value_of(name, value)}))  # the lines check it
             continue
         if field is None:
@@ -177,7 +169,10 @@ def variations(
         return iter((mapping,))
     plain = {name: value for name, value in mapping.items() if name not in VARIATION_FIELDS}
     axes = _axes(mapping, plain, fixed, folder)
-    number = _number_of_images(mapping.get("num_images"))
+    try:
+        number: Any = _NUM_IMAGES.parse(1 if mapping.get("num_images") is None else mapping["num_images"])
+    except Refused as refused:
+        raise JobError(_NUM_IMAGES.refusal(mapping["num_images"], str(refused))) from None
     count = number * math.prod(len(values) for values in axes.values())
     if count > MAX_VARIATIONS:
         raise _refused(
@@ -244,13 +239,6 @@ def _seeds(seeds: object) -> Sequence[Any]:
             "seeds", seeds, f'a range like "1..8" of at most {MAX_VARIATIONS:,} seeds, or a list like [3, 5]'
         )
     return found
-
-
-def _number_of_images(number: object) -> int:
-    try:
-        return 1 if number is None else _NUM_IMAGES.parse(number)  # type: ignore[return-value]
-    except Refused as refused:
-        raise JobError(_NUM_IMAGES.refusal(number, str(refused))) from None
 
 
 def _expanded(name: str, text: object, folder: Path | None) -> list[Any]:

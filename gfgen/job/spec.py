@@ -23,11 +23,9 @@ SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_sh
 UPSCALE_FIELDS = ("upscale", "upscale_strength", "upscale_steps")
 PIPELINE_FIELDS = ("args", "files", "scheduler", "sigmas", *UPSCALE_FIELDS)
 """What a job says to the calls of its diffusers pipeline, beyond the fields of all models."""
-SUFFIXES = {"image": ".png", "video": ".mp4"}
-"""File name endings by the kind of thing that a model makes."""
+SUFFIXES = {"image": ".png", "video": ".mp4"}  # file name endings by the kind of thing that a model makes
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mov")
-MAX_NUMBERED = 1_000
-"""Pictures of one job whose names are compared with those of other jobs."""
+MAX_NUMBERED = 1_000  # pictures of one job whose names are compared with those of other jobs
 
 FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "image": {"png": (".png",), "png16": (".png",), "jpeg": (".jpg", ".jpeg")}
@@ -37,8 +35,7 @@ FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """File name endings by format, the usual one first. An ending alone means the first format that has it. mp4
 has H.264, webm VP9, and png or png16 of a video is a numbered picture for each frame (`of_frames`)."""
-FRAME = "{frame}"
-"""Stands for the number in the name of a video's frames; no job can write it itself."""
+FRAME = "{frame}"  # stands for the number in the name of a video's frames; no job can write it itself
 FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
@@ -51,8 +48,7 @@ PLACEHOLDERS = ("id", "index", "seed", "tag", "prompt", "model", "date", "time")
 """Admission fills in the index and the default model; the folder knows the others (ownership.py)."""
 PLACEHOLDER = re.compile(r"\{(?:(" + "|".join(PLACEHOLDERS) + r")|(index|seed):0?([1-9][0-9]?)d?)\}")
 """A name, or that of a number with its width."""
-RANDOM_SEED = -1
-"""Asks for a seed that is drawn once."""
+RANDOM_SEED = -1  # asks for a seed that is drawn once
 NUM_SEEDS = 2**64
 
 HASHED_FIELDS = (
@@ -77,13 +73,10 @@ SHORT_HASH_CHARS = 10
 class Patch:
     """A change of a model's weights: a LoRA. Patches of the same file are equal wherever it is."""
 
-    sha256: str
-    """Of the file when the job was admitted."""
+    sha256: str  # of the file when the job was admitted
     scale: float
-    target: str | None
-    """The only model of the pipeline that it changes; None: all that it has layers of."""
-    is_partial: bool
-    """Layers that the models lack are left out."""
+    target: str | None  # the only model of the pipeline that it changes; None: all that it has layers of
+    is_partial: bool  # layers that the models lack are left out
     path: str = field(compare=False, repr=False)
 
 
@@ -99,8 +92,7 @@ class JobSpec:
     id: str
     prompt: str
     negative_prompt: str | None = None
-    prompt_syntax: str | None = None
-    """How both are read (job/weighted.py); None: as they are."""
+    prompt_syntax: str | None = None  # how both are read (job/weighted.py); None: as they are
     model: str | None = None
     width: int | None = None
     height: int | None = None
@@ -113,59 +105,41 @@ class JobSpec:
     flow_shift: float | None = None
     true_cfg_scale: float | None = None
     seed: int | None = None
-    image: str | None = None
-    """Absolute path of a picture that was readable when the job was admitted."""
-    image_sha256: str | None = None
-    """Hash of the image file's bytes at that time; it stands for the image in `spec_hash`."""
+    image: str | None = None  # absolute path of a picture that was readable when the job was admitted
+    image_sha256: str | None = None  # of the file's bytes at that time; it stands for it in `spec_hash`
     background: str | None = None
     """Colour under transparent pixels: of inputs (None: white) if the model takes no alpha, or of its own."""
-    args: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Arguments of the pipeline's call by name, as plain JSON values."""
+    args: Mapping[str, Any] | None = field(default=None, hash=False)  # of the pipeline's call, as plain JSON
     files: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
     """Absolute paths of pictures and videos, by argument; a list where the argument gets a list."""
     files_sha256: Mapping[str, str | list[str]] | None = field(default=None, hash=False)
     """Hashes of these files when the job was admitted, in the shape of `files`."""
     scheduler: Mapping[str, Any] | None = field(default=None, hash=False)
     """Options of the scheduler, and its `class` if it is another one than the model's."""
-    sigmas: list[float] | None = field(default=None, hash=False)
-    """Noise levels of the steps, falling; as many as `steps`."""
-    recipe: Mapping[str, Any] | None = field(default=None, hash=False)
-    """By families of models: fields for which the job has no value (job/recipes.py)."""
+    sigmas: list[float] | None = field(default=None, hash=False)  # noise levels of the steps, falling
+    recipe: Mapping[str, Any] | None = field(default=None, hash=False)  # by families: fields without a value
     lora: list[Mapping[str, Any]] | None = field(default=None, hash=False)
     """In the order of merging: `sha256` (over HTTP a `name` until admission), `scale`, perhaps `target`."""
     lora_files: list[str] | None = field(default=None, hash=False)
-    reuse: float | str | None = None
-    """The share of its steps that run no transformer, or "if-late"."""
+    reuse: float | str | None = None  # the share of its steps that run no transformer, or "if-late"
     upscale: float | None = None
     """How much larger the picture of a second pass is, which begins with that of the first."""
     upscale_strength: float | None = None
-    upscale_steps: int | None = None
-    """Of the second pass, of which it runs the share `upscale_strength`."""
-    enlarged: tuple[int, int] | None = None
-    """Width and height of the second pass as run."""
-    deadline_s: float | None = None
-    """Seconds after the arrival."""
-    deadline_at: float | None = None
-    """Unix time, where the job gave a date or a time of day."""
-    deadline_clock: str | None = None
-    """That time of day: it is the next one after the job's first arrival."""
-    arrival_s: float = 0.0
-    """Seconds after the start of the run."""
-    timeout_s: float | None = None
-    """Seconds after the arrival; the job fails when it has not ended by then."""
+    upscale_steps: int | None = None  # of the second pass, of which it runs the share `upscale_strength`
+    enlarged: tuple[int, int] | None = None  # width and height of the second pass as run
+    deadline_s: float | None = None  # seconds after the arrival
+    deadline_at: float | None = None  # Unix time, where the job gave a date or a time of day
+    deadline_clock: str | None = None  # that time of day: it is the next one after the job's first arrival
+    arrival_s: float = 0.0  # seconds after the start of the run
+    timeout_s: float | None = None  # seconds after the arrival; the job fails when it has not ended by then
     priority: int = 0
     tag: str | None = None
-    owner: str | None = None
-    """Name of the API key that the job came with; none in a job file."""
-    output: str | None = None
-    """File name in the output folder, perhaps with placeholders that only admission can fill in."""
-    format: str | None = None
-    """Such as "webp"; None: that of the name, or PNG or MP4."""
+    owner: str | None = None  # name of the API key that the job came with; none in a job file
+    output: str | None = None  # file name in the output folder, perhaps with placeholders
+    format: str | None = None  # such as "webp"; None: that of the name, or PNG or MP4
     quality: int | None = None
-    place: int | None = None
-    """Position in its job file, from 1, if `output` has {index}; no part of the job's identity."""
-    line: int | None = None
-    """Line of the job file it came from; no part of the job's identity."""
+    place: int | None = None  # position in its file, from 1, if `output` has {index}; no part of its identity
+    line: int | None = None  # line of the job file it came from; no part of the job's identity
 
     @property
     def may_approximate(self) -> bool:

@@ -15,14 +15,11 @@ from itertools import groupby
 from gfgen.errors import JobError, Problem
 from gfgen.job.spec import JobSpec
 
-A1111, AUTO, PLAIN = SYNTAXES = ("a1111", "auto", "plain")
-"""`auto` is `a1111` for models that take weights, and `plain` for others."""
+A1111, AUTO, PLAIN = SYNTAXES = ("a1111", "auto", "plain")  # auto: `a1111` for models that take weights
 NO_CLIP = "needs a model with CLIP text encoders, as Stable Diffusion 1, 2 and XL have; leave it out"
 NO_PACKAGE = "needs a package: pip install 'gfgen[prompts]'; 'plain' takes prompts as they are"
-Parts = list[list[tuple[str, float]]]
-"""Of each part its texts in order, each with its weight."""
-MAX_OPEN = 50
-"""Brackets inside each other; texts of HTTP requests must not take seconds."""
+Parts = list[list[tuple[str, float]]]  # of each part its texts in order, each with its weight
+MAX_OPEN = 50  # brackets inside each other; texts of HTTP requests must not take seconds
 _FACTORS = {"(": 1.1, "[": 1 / 1.1}
 _OPENING = {")": "(", "]": "["}
 _TOKEN = re.compile(

@@ -33,8 +33,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_confi
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.models.geometry.rules import max_text_tokens
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.runtime.core.admission import JOBS, AdmittedJob, Judged, ResolvedModel, admit
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import JOBS, AdmittedJob, Judged, ResolvedModel, admit, tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
 from gfgen.session.memory import HostMemory

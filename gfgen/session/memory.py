@@ -39,7 +39,7 @@ from gfgen.models.geometry.weights import (
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob, Judged
 from gfgen.runtime.core.devices import Devices
-from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, HOST_PLAN, SIDE_BYTES, default_plan
+from gfgen.runtime.ipc.settings import CONTEXT_BYTES, HOST_PLAN, SIDE_BYTES, default_plan
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, peak_key
 from gfgen.session.loras import GPU_BYTES, Loras, PatchNeed
@@ -210,9 +210,11 @@ class HostMemory:
         room_bytes = self.room_bytes
         if room_bytes is None:
             return None
+        weights = self.with_patches({job.checkpoint for job in jobs} | set((names or {}).values()))
         found = Residency(
             jobs,
-            weights=self.with_patches({job.checkpoint for job in jobs} | set((names or {}).values())),
+            weights=weights,
+            streamed={path: self.placement(path).streamed_bytes for path in weights},
             work_bytes=self.work_bytes,
             room_bytes=room_bytes,
             jobs_at_once=self._jobs_at_once,

@@ -31,7 +31,7 @@ from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, admit, check_batch, families_of
-from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer, with_view
 from gfgen.runtime.files import resume

@@ -25,8 +25,7 @@ from typing import Any
 
 from gfgen.errors import GfgenError, ModelError, in_one_line
 
-PACKAGE_ROOT = Path(__file__).parents[2]
-"""The folder from which this package is imported, installed or not."""
+PACKAGE_ROOT = Path(__file__).parents[2]  # the folder from which this package is imported, installed or not
 ANSWERS_S = 300.0
 _PR_SET_PDEATHSIG = 1
 

@@ -30,13 +30,11 @@ from gfgen.system.wording import counted, size_in_words
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_SPARE_FILES = 8
-"""Files that a run has open at once beside its outputs."""
+_SPARE_FILES = 8  # files that a run has open at once beside its outputs
 _PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
 RUN_BYTES, RANK_BYTES = 380_000_000, 80_000_000
 """Runs of tiny-wan on 1, 2 and 4 CPU ranks peak at 457, 552 and 689 MB; processes share their imports."""
-LEAST_FILE_BYTES = 1 << 27
-"""The shared memory of a rank is a file to the system."""
+LEAST_FILE_BYTES = 1 << 27  # the shared memory of a rank is a file to the system
 
 
 def num_cores() -> int:
@@ -152,12 +150,8 @@ def check_packages(packages: Iterable[str]) -> None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def allow_most() -> float:
+def allow_most(kind: int = resource.RLIMIT_NOFILE) -> float:
     """Raise this process's limit, which children inherit, to what the system allows, and return it."""
-    return _raise_limit(resource.RLIMIT_NOFILE)
-
-
-def _raise_limit(kind: int) -> float:
     soft, hard = resource.getrlimit(kind)
     if soft != hard:
         resource.setrlimit(kind, (hard, hard))
@@ -173,13 +167,10 @@ def why_killed(kills_before: int) -> str | None:
     return f"killed for lack of memory{most}; fewer --ranks, smaller jobs or more memory help"
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Source: malloc.h of glibc."""
-KEPT_BYTES = 256 << 20
-"""Freed memory kept at the end of the heap: 90 MB more at the end of a run, and no higher peak."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # source: malloc.h of glibc
+KEPT_BYTES = 256 << 20  # at the end of the heap: 90 MB more at the end of a run, and no higher peak
 ALWAYS_RETURNED_BYTES = 1 << 20
-LARGEST_KEPT_BYTES = 1 << 30
-"""Larger blocks return to the kernel when they are freed."""
+LARGEST_KEPT_BYTES = 1 << 30  # larger blocks return to the kernel when they are freed
 
 
 def keep_freed_memory() -> None:
@@ -188,24 +179,23 @@ def keep_freed_memory() -> None:
     By default glibc maps each large tensor again, and the kernel clears its pages one by one: 45% of the time
     of a decode of 33 frames of 192x128 by the small Wan model (1.8 s; without 1.0 s). Works with glibc only.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    _tell_glibc("mallopt", _M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+    _tell_glibc("mallopt", _M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def give_back_large_blocks() -> None:
     """Return blocks of ALWAYS_RETURNED_BYTES or more to the kernel; glibc keeps 32 MiB of them per thread."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)
+    _tell_glibc("mallopt", _M_MMAP_THRESHOLD, ALWAYS_RETURNED_BYTES)
 
 
 def give_back_freed_memory() -> None:
     """Return all freed memory to the kernel, for after large work, such as loading a model for a GPU."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    _tell_glibc("malloc_trim", 0)
+
+
+def _tell_glibc(name: str, *arguments: int) -> None:
+    if (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -238,7 +228,7 @@ def check_limits(num_ranks: int = 0) -> None:
             f"{counted(num_ranks, 'rank')}: about {size_in_words(need)} of memory needed without models, "
             f"{size_in_words(available)} available; {help_}"
         )
-    _raise_limit(resource.RLIMIT_FSIZE)
+    allow_most(resource.RLIMIT_FSIZE)
     try:
         with os.fdopen(os.memfd_create("gfgen"), "wb") as file:
             file.truncate(LEAST_FILE_BYTES)
@@ -250,8 +240,7 @@ def check_limits(num_ranks: int = 0) -> None:
 
 
 _MAX_DEPTH = 32
-_NO_LIMIT = 1 << 60
-"""Version 1 writes a number near 2**63 where there is no limit."""
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 where there is no limit
 _LIMIT, _USED = ("memory.limit_in_bytes", "memory.max"), ("memory.usage_in_bytes", "memory.current")
 """The files of versions 1 and 2."""
 

@@ -19,8 +19,7 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 1 << 20
-FINAL_S = 5.0
-"""How long a process that ends waits for its last lines to be read."""
+FINAL_S = 5.0  # how long a process that ends waits for its last lines to be read
 
 
 def unblocked(stream: TextIO) -> TextIO:
@@ -72,12 +71,10 @@ class _Outlet(io.FileIO):
         super().__init__(stream.fileno(), "w", closefd=False)
         self._stream = stream  # keeps it open
         self._waiting: deque[bytes] = deque()
-        self._num_bytes = self._num_dropped = 0
-        """Of what waits; lines since the queue was last empty."""
+        self._num_bytes = self._num_dropped = 0  # of what waits; lines since the queue was last empty
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_given_up = False
-        """The last wait was in vain, and nothing was read since."""
+        self._is_given_up = False  # the last wait was in vain, and nothing was read since
 
     def write(self, content: Any) -> int:
         piece = bytes(content)

@@ -18,8 +18,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 """Terminals, `timeout` and others send them to all processes of a run; only its control plane reacts."""
 
-ECHO_S = 1.0
-"""A second SIGTERM or SIGHUP within this time counts as the first signal."""
+ECHO_S = 1.0  # a second SIGTERM or SIGHUP within this time counts as the first signal
 
 
 def leave_to_the_run() -> None:
@@ -40,8 +39,7 @@ class SignalPipe:
         self._previous = {
             number: signal.signal(number, self._came) for number in FOR_THE_RUN if _is_for_us(number)
         }
-        self._first_s: float | None = None
-        """Time of the first signal, by the monotonic clock."""
+        self._first_s: float | None = None  # time of the first signal, by the monotonic clock
 
     def fileno(self) -> int:
         return self._reader.fileno()
@@ -89,10 +87,8 @@ def _is_for_us(number: int) -> bool:
     return handler is signal.SIG_DFL if number in WARNINGS else handler is not signal.SIG_IGN
 
 
-DECISION_LIMIT_S = 10.0
-"""Limit for one decision of a policy. Built-in policies take at most a millisecond."""
-_AGAIN_S = 0.5
-"""The interruption is repeated at this interval, because the function may catch the first one."""
+DECISION_LIMIT_S = 10.0  # limit for one decision of a policy. Built-in policies take at most a millisecond.
+_AGAIN_S = 0.5  # the interruption is repeated at this interval, because the function may catch the first one
 
 T = TypeVar("T")
 R = TypeVar("R")

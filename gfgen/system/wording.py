@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_NAMED = 10
-"""Messages name this many things and count the others."""
+MAX_NAMED = 10  # messages name this many things and count the others
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,9 +6,8 @@ from gfgen.errors import ModelError, Warned
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import admit
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import admit, tell_of_warnings
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session.admission import Models, find_weightless, tell_of_unused

@@ -292,3 +292,22 @@ def test_a_streamed_model_is_told_with_its_slowdown_and_the_prediction_counts_th
     assert lone_s - resident_s == pytest.approx(20 * (0.49 - 0.23), rel=0.1)
     eight_s = report("eight.jsonl", 24)["prediction"]["seconds"]
     assert eight_s < 8 * resident_s * 1.1, "they share their reads"
+
+
+def test_the_prediction_counts_the_loading_of_models_that_take_turns(capsys, folder, monkeypatch):
+    monkeypatch.setattr("gfgen.session.memory.available_bytes", lambda: 128 * 10**9)
+    fields = {"prompt": "a fox", "size": "832x480", "steps": 2}
+    models = {"qwen-image": {}, "wan2.2-ti2v-5b": {"frames": 49}}
+    put(folder / "two.jsonl", *[fields | {"model": name} | each for name, each in models.items()])
+    seconds = []
+    for gpu_gb in (141, 80, 40):
+        devices = Devices(CUDA, 1, (Gpu("NVIDIA H200", gpu_gb * 10**9),))
+        monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, found=devices, **__: found)
+        code, out, err = gfgen(capsys, "check", "two.jsonl", "--random-weights", "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        told = "loading of models that take turns is at 1 GB a second, which is an estimate"
+        assert (told in found["notes"]) is (gpu_gb < 141)
+        seconds.append(found["prediction"]["seconds"])
+    assert seconds[1] == pytest.approx(seconds[0] + 24.2, abs=0.5), "of Wan, which comes second"
+    assert seconds[2] > seconds[1]

@@ -409,6 +409,7 @@ def test_it_is_said_that_all_models_are_taken_to_be_in_memory(gfgen, two_models,
     assert "Models take turns in 75.0 GB of each GPU. This assumes that they load at 1 GB a second" in out
     _, out, _ = gfgen(command, two_models, "--policy", "srtf", "--memory", "40GB")
     assert "qwen-image would be streamed in 40.0 GB of each GPU, from " in out
+    assert "Models take turns in 40.0 GB of each GPU." in out
     assert (
         "a step of qwen-image takes 2.6 times as long as with resident weights, 1.0 if 8 jobs share it" in out
     )

@@ -16,9 +16,8 @@ from gfgen.cluster.node import NodeJoined, NodeLost, NodeNotes
 from gfgen.cluster.ray_cluster import MAX_STARTS, RayCluster
 from gfgen.cluster.ray_node import RayOptions
 from gfgen.errors import InputError, ModelError
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CPU, Devices
-from gfgen.runtime.core.events import RankReady
+from gfgen.runtime.core.events import Clock, RankReady
 from gfgen.session.admission import find_weightless
 from gfgen.session.ranks import AskedRanks, Ranks
 

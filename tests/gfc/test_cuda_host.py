@@ -328,7 +328,7 @@ def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None
     group._endpoint = SimpleNamespace(torch_device="cpu", stream=lambda: 0)
     buffer = bytearray(16)
     launch: Any = SimpleNamespace(buffer=buffer, run=lambda stream: None)
-    prepared = Prepared(launch, (ResultSpec.contiguous((1, 0, 4), torch.int16, 0),), (0,))
+    prepared = Prepared(launch, (ResultSpec((1, 0, 4), (0, 4, 1), torch.int16, 0),), (0,))
     (result,) = group._launch(prepared, [48], in_arena=False)
     assert result.data_ptr() == 0
     assert int.from_bytes(buffer[:8], "little") == 48

@@ -21,6 +21,7 @@ from gfgen.errors import AbortedError, PeerTimeoutError
 from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
 from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.device_group import CudaGroup
+from gfgen.gfc.cuda.measure import all_to_all
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
@@ -98,7 +99,7 @@ def test_over_a_limited_link_the_same_bytes_arrive_no_sooner_than_it_allows(
         group = entered(endpoint, 1, Layout((0, 1), torus=2))
         given = [tensor((8192,), torch.int16, slot) for slot in (0, 1)]
         began_s = time.monotonic()
-        found = group.all_to_all(given[group.slot])
+        found = all_to_all(group, given[group.slot])
         took_s = time.monotonic() - began_s
         return torch.equal(found, torch.cat([x.view(2, -1)[group.slot] for x in given])), took_s
 
@@ -143,7 +144,7 @@ def test_every_byte_arrives_whatever_the_sizes_and_strides(
             wrong += [] if torch.equal(rotated, oracle.gather_tokens(inputs[0])[group.slot]) else ["rotated"]
         group = entered(endpoint, 9, Layout(tuple(range(size)), torus=size))
         given = [tensor((size * 700,), torch.int16, slot) for slot in range(size)]
-        found = group.all_to_all(given[group.slot], in_arena=True)
+        found = all_to_all(group, given[group.slot], in_arena=True)
         parts = [x.view(size, -1)[group.slot] for x in given]
         wrong += [] if torch.equal(found, torch.cat(parts)) else ["all to all"]
         gathered = group.all_gather(given[group.slot])

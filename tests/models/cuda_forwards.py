@@ -20,7 +20,7 @@ from gfgen.models.fast import recording as graphs_module
 from gfgen.models.fast import texts
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
-from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.cudnn_attention import is_fast
 from gfgen.models.parallel.parallel import Parallel, parallel_from, rehearsal
 from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.runtime.ipc.messages import WarmUp

@@ -9,16 +9,17 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.kernel_list import made_list
 from gfgen.gfc.cuda import compiler
-from gfgen.models.ahead import compiling, places
+from gfgen.models.ahead import compiling
+from gfgen.models.ahead import pool as places
 from gfgen.models.ahead.compiling import EXCHANGES, outcomes
-from gfgen.models.ahead.places import compiler_dirs, pin_compilers
-from gfgen.models.ahead.pool import LIST, Compiling, Uses, all_calls, needed
+from gfgen.models.ahead.pool import LIST, Compiling, Uses, all_calls, compiler_dirs, needed, pin_compilers
 from gfgen.models.families.registry import WEIGHTS
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.system.machine import locked
@@ -129,8 +130,7 @@ def test_exchanges_are_compiled_once_and_again_when_damaged(
         made.append(architecture)
         return b"machine code"
 
-    monkeypatch.setattr(compiler, "load_nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "_version", lambda library: "13.0")
+    monkeypatch.setattr(compiler, "load_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda *_: 0))
     monkeypatch.setattr(compiler, "_compile", compile)
     assert not compiler.is_kept("sm_90")
     assert [compiler.compiled("sm_90") for _ in range(2)] == [b"machine code"] * 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.adapter import SAMPLE, BatchAdapter, Fields, StepInput
+from gfgen.models.families.adapter import SAMPLE, Adapter, Fields, StepInput
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
 
@@ -43,8 +43,8 @@ def test_texts_of_several_lengths_share_a_batch(
         assert difference < (1e-5 if dtype == "float32" else 0.03) * scale
 
 
-def _adapter(path: Path, **options: Any) -> BatchAdapter:
-    return cast(BatchAdapter, load_adapter(path, **options))
+def _adapter(path: Path, **options: Any) -> Adapter:
+    return load_adapter(path, **options)
 
 
 def _jobs(path: Path, prompts: Sequence[str]) -> list[JobSpec]:
@@ -58,7 +58,7 @@ def _jobs(path: Path, prompts: Sequence[str]) -> list[JobSpec]:
     return [geometry.resolve(job) for job in given]
 
 
-def _denoised(adapter: BatchAdapter, jobs: Sequence[JobSpec]) -> list[Fields]:
+def _denoised(adapter: Adapter, jobs: Sequence[JobSpec]) -> list[Fields]:
     prompts = [adapter.encode(job) for job in jobs]
     prepared = [adapter.prepare(job, prompt) for job, prompt in zip(jobs, prompts, strict=True)]
     conditions, latents = [each for each, _ in prepared], [each for _, each in prepared]

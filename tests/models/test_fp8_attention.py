@@ -21,7 +21,7 @@ from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
-from gfgen.models.parallel.fp8_attention import VALUE_SCALE, fp8_attention, from_fp8, in_fp8
+from gfgen.models.parallel.cudnn_attention import VALUE_SCALE, fp8_attention, from_fp8, in_fp8
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import active

@@ -34,11 +34,10 @@ from gfgen.models.lora import merging
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.lora.reading import QuantisedRows, original_weights
 from gfgen.models.streaming.host_copy import HostCopy
-from gfgen.models.streaming.keeping import Kept
-from gfgen.models.streaming.placing import Placing
+from gfgen.models.streaming.placing import Kept, Placing
 from gfgen.models.streaming.shards import Island
 from gfgen.models.streaming.stream import stream_of
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 
 RANK = 4
 CLASSES = {"tiny-wan-moe": "WanPipeline", "tiny-qwen-image": "QwenImagePipeline"}
@@ -570,7 +569,7 @@ def test_a_lora_is_merged_and_taken_out_wherever_the_original_weights_are(keeps_
     layer = torch.nn.Linear(3, 4)
     original = layer.weight.data.clone()
     model = merging._Model(layer, keeps_on_host=keeps_on_host)
-    model.set({"weight": [(merging._Product("weight", up, down, 1.0, 1.0), 0.5)]})
+    model.set({"weight": [(merging._Change("weight", (up, down), torch.matmul), 0.5)]})
     assert torch.equal(layer.weight.data, original + 0.5 * (up @ down))
     model.set({})
     assert torch.equal(layer.weight.data, original)

@@ -31,7 +31,7 @@ from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
 from gfgen.models.lora.reading import answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.runtime.ipc.arenas import HOST_PLAN
+from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.session import memory as memory_module
 from gfgen.session.admission import Admission
 from gfgen.session.loras import Loras, PatchNeed, ServedLora, find_loras

@@ -40,9 +40,9 @@ def broken_copy(tiny_models: Mapping[str, Path], tmp_path: Path) -> Path:
 
 
 def test_every_known_model_has_a_line() -> None:
-    names = [model.name for model in MODELS]
+    names = list(MODELS)
     assert len(set(names)) == len(names) == 9
-    assert all(model.summary and "\n" not in model.summary for model in MODELS)
+    assert all(summary and "\n" not in summary for summary in MODELS.values())
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_hub_id_with_a_slip_suggests_the_nearest(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_default_model_comes_with_gfgen_and_is_named_first() -> None:
-    assert MODELS[0].name == DEFAULT_MODEL
+    assert next(iter(MODELS)) == DEFAULT_MODEL
     for resolve in (resolve_checkpoint, find_configs):
         assert resolve(DEFAULT_MODEL) == Path(registry.__file__).parents[1] / "weights" / DEFAULT_MODEL
 

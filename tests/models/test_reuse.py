@@ -19,7 +19,7 @@ from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.families.solver import extrapolated, keep_outputs
 from gfgen.models.geometry.model import shipped_geometry
-from gfgen.models.geometry.reuse import chosen_steps
+from gfgen.models.geometry.rules import chosen_steps
 from gfgen.models.geometry.wan import WanGeometry
 from gfgen.models.stepping.check import moved
 

@@ -21,7 +21,7 @@ from gfgen.models.geometry.weights import Placement
 from gfgen.models.streaming import shards
 from gfgen.models.streaming.shards import Board, Shard
 from gfgen.models.streaming.stream import Chain, stream_of
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.entry import load_model
 

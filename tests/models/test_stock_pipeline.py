@@ -12,7 +12,7 @@ import torch
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
-from gfgen.models.stepping.stock_pipeline import StockPipeline
+from gfgen.models.stepping.check import StockPipeline
 
 torch.set_num_threads(1)
 JOBS = {

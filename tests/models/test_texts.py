@@ -25,8 +25,8 @@ from gfgen.models.fast import recording, texts
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import common_length, is_padded, padded_length, with_texts
-from gfgen.models.parallel import counted_attention
-from gfgen.models.parallel.counted_attention import counted_attention as attend
+from gfgen.models.parallel import cudnn_attention
+from gfgen.models.parallel.cudnn_attention import counted_attention as attend
 from gfgen.models.parallel.parallel import parallel_from, rehearsal
 from gfgen.models.parallel.sequence_parallel import active, present_degrees
 
@@ -122,24 +122,24 @@ def test_attention_that_does_not_work_is_told_of_once_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was in the way for a moment only is no reason: all ranks must decide alike."""
-    works = counted_attention._works.__wrapped__
+    works = cudnn_attention._works.__wrapped__
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
 
     def outcome(plan: Any) -> bool:
-        monkeypatch.setattr(counted_attention, "_plan", plan)
+        monkeypatch.setattr(cudnn_attention, "_plan", plan)
         found: bool = works(CPU)
         return found
 
     def failing(error: Exception) -> Any:
-        def plan(*_: Any) -> Any:
+        def plan(*_: Any, **__: Any) -> Any:
             raise error
 
         return plan
 
-    assert outcome(lambda *_: counted_attention.by_mask)
+    assert outcome(lambda *_, **__: cudnn_attention.by_mask)
     assert not outcome(failing(ModuleNotFoundError("no cudnn", name="cudnn")))
     assert not caplog.records
-    assert not outcome(lambda *_: lambda query, *_: query.new_zeros(query.shape))
+    assert not outcome(lambda *_, **__: lambda query, *_: query.new_zeros(query.shape))
     assert not outcome(failing(ModuleNotFoundError("no other", name="other")))
     reasons = ["ValueError: its result is wrong", "ModuleNotFoundError: no other"]
     assert [record.args for record in caplog.records] == [(reason,) for reason in reasons]
@@ -243,7 +243,7 @@ def test_an_adapters_steps_are_the_same_with_padding(tiny_models: Mapping[str, P
 @pytest.mark.parametrize(("length", "num_heads"), [(1088, 24), (1088, 12), (100, 4)])
 def test_cudnn_leaves_padding_out_and_takes_counts_when_it_is_replayed(length: int, num_heads: int) -> None:
     device = torch.device("cuda:0")
-    if not counted_attention.is_fast(device, torch.bfloat16):
+    if not cudnn_attention.is_fast(device, torch.bfloat16):
         pytest.skip("needs nvidia-cudnn-frontend")
     values = random_qkv(2, length, num_heads, 128, device=device).bfloat16()
     qkv = values.clone()

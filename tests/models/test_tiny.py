@@ -16,7 +16,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.qwen import TYPICAL_TEXT_TOKENS
-from gfgen.models.loading import tiny
+from gfgen.models.loading import random_weights as tiny
 
 MIB = 2**20
 

@@ -23,7 +23,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import kernels, stop_checks
-from gfgen.models.parallel import counted_attention, sequence_parallel
+from gfgen.models.parallel import cudnn_attention, sequence_parallel
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.streaming import turns
 from gfgen.models.streaming.turns import in_turns, pause
@@ -212,13 +212,13 @@ def test_each_call_has_the_attentions_that_it_chose() -> None:
 
 
 def test_calls_use_the_handles_and_plans_of_their_callers_thread() -> None:
-    found = in_turns([counted_attention.kept, lambda: in_turns([counted_attention.kept] * 2)[1]])
-    assert found == [counted_attention.kept()] * 2
+    found = in_turns([cudnn_attention.kept, lambda: in_turns([cudnn_attention.kept] * 2)[1]])
+    assert found == [cudnn_attention.kept()] * 2
     others: list[object] = []
-    thread = threading.Thread(target=lambda: others.append(counted_attention.kept()))
+    thread = threading.Thread(target=lambda: others.append(cudnn_attention.kept()))
     thread.start()
     thread.join()
-    assert others != [counted_attention.kept()]
+    assert others != [cudnn_attention.kept()]
 
 
 # Transformers -----------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Degrees, Layout, with_torus
 from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.parallel.shared_attention import TokenSizes, _num_chunks
-from gfgen.runtime.ipc.arenas import GPU_PLAN, HOST_PLAN, RankArenas, default_plan
-from gfgen.runtime.ipc.settings import RankSettings
+from gfgen.runtime.ipc.settings import GPU_PLAN, HOST_PLAN, RankArenas, RankSettings, default_plan
 
 PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 MAX_OUTPUT_CHANNELS = 192

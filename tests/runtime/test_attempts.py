@@ -8,7 +8,7 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import Transfer
 from gfgen.runtime.processes.recovery import Attempts, Cause
 
 

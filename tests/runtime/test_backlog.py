@@ -17,9 +17,8 @@ from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import JOBS, AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import JobCancelled
+from gfgen.runtime.core.events import Clock, JobCancelled
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import dispatch_summary
 from gfgen.runtime.files.resume import RunStart

@@ -17,9 +17,8 @@ from gfgen.layout import Layout
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob, check_batch
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.events import Clock, TaskDone
 from gfgen.runtime.files.resume import ResumePoint, RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow

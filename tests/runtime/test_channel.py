@@ -6,8 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 import pytest
 
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import ForgetJob
+from gfgen.runtime.ipc.messages import Channel, ForgetJob
 
 
 @pytest.fixture

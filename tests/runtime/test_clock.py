@@ -1,5 +1,4 @@
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobArrived, RankReady, RankTimes, TaskDone, Wakeup
+from gfgen.runtime.core.events import Clock, JobArrived, RankReady, RankTimes, TaskDone, Wakeup
 
 
 def test_virtual_time_stands_still_until_it_is_advanced():

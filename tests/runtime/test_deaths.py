@@ -15,8 +15,7 @@ from test_workers import PICTURE, pixels, run
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.core.events import Clock, FramesLost, RankLost, RankReady, StopRequested, TaskFailed
 from gfgen.runtime.processes.child import Patience
 from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend

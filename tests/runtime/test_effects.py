@@ -5,7 +5,7 @@ from builders import geometry_of
 
 from gfgen.errors import Warned
 from gfgen.job.spec import JobSpec
-from gfgen.runtime.core import effects
+from gfgen.runtime.core import admission
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.session.admission import find_weightless
 
@@ -99,4 +99,4 @@ def test_details_name_what_stands_in_the_prompt():
 
 @pytest.mark.parametrize("prompt", ["a sign (aspect ratio 16:9)", "we meet (12:30)", "it says --stop-- now"])
 def test_what_people_write_in_prompts_is_no_weight_and_no_option(prompt):
-    assert not any(pattern.search(prompt) for pattern in effects.IN_PROMPTS.values())
+    assert not any(pattern.search(prompt) for pattern in admission.IN_PROMPTS.values())

@@ -24,9 +24,8 @@ from fault_schedules import (
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
+from gfgen.runtime.core.events import Clock, FramesLost, LoadFailed, RankLost, StopRequested, TaskFailed
 from gfgen.runtime.ipc.messages import (
     Abandoned,
     EdgesRestarted,

@@ -15,8 +15,8 @@ from gfgen.layout import Layout
 from gfgen.policies.allotment import makespan
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal
 from gfgen.runtime.files.manifest import MANIFEST_NAME, read_manifest
 from gfgen.runtime.files.resume import RunStart

@@ -160,7 +160,7 @@ def test_an_index_follows_its_manifest(folder):
     assert (index.counts(), index.get("fox")) == ({"done": 1}, None)
     path.write_bytes(b"".join(lines[1:]) + lines[0].replace(b'"done"', b'"failed"'))
     index = ManifestIndex(folder.output)
-    assert (index.counts(), index["fox"]["status"]) == ({"done": 1, "failed": 1}, "failed")
+    assert (index.counts(), index.get("fox")["status"]) == ({"done": 1, "failed": 1}, "failed")
     path.unlink()
     assert ManifestIndex(folder.output).counts() == {}
 

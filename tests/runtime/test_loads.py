@@ -20,8 +20,7 @@ from gfgen.errors import WorkerError
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
+from gfgen.runtime.core.events import Clock, Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel

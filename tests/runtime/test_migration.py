@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gfgen.graph import DTYPE_BYTES, Artifact
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.migration import longest_axis, plan_transfers
+from gfgen.runtime.core.dispatch import longest_axis, plan_transfers
 
 
 @st.composite

@@ -4,8 +4,7 @@ from builders import make_job
 
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, Transfer
 from gfgen.runtime.processes.child import AwakeClock, Patience, Phase
 from gfgen.runtime.processes.recovery import Attempts, Cause, Recovery, given_up
 

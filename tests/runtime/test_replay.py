@@ -16,8 +16,15 @@ from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskDone, TaskFailed, Wakeup
+from gfgen.runtime.core.events import (
+    Clock,
+    JobArrived,
+    JobCancelled,
+    OutputWritten,
+    TaskDone,
+    TaskFailed,
+    Wakeup,
+)
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import ResumePoint, RunStart

@@ -19,8 +19,8 @@ from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.residency import COPY_BYTES_PER_S, LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import (
+    Clock,
     LoadFailed,
     ModelsChanged,
     RankLoaded,
@@ -431,6 +431,17 @@ def test_there_are_no_more_changes_than_jobs():
     control, recorder = controlled(jobs)
     assert control.run().num_done == 10
     assert len(changes(recorder)) == 9
+
+
+def test_streamed_weights_are_loaded_too_but_take_no_room():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    streamed = {Path("qwen"): 30 * GB}
+    found = Residency(jobs, weights=WEIGHTS, work_bytes=lambda _: 0, room_bytes=60 * GB, streamed=streamed)
+    assert found.resident == {"wan"}
+    assert found.load_times == {"qwen": LOAD_S["qwen"] + 30 * GB / LOAD_BYTES_PER_S}
+    assert not Residency(
+        jobs, weights=WEIGHTS, work_bytes=lambda _: 0, room_bytes=82 * GB, streamed=streamed
+    ).is_needed
 
 
 def test_a_measured_change_makes_the_next_one_predictable():

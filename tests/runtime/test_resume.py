@@ -10,8 +10,8 @@ from slabs import publish
 
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import GivenUp
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan

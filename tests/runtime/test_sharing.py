@@ -16,8 +16,8 @@ from gfgen.runtime.control.sharing import MAX_JOBS
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision

@@ -14,7 +14,7 @@ from gfgen.runtime.control.decider import Decider, check_types
 from gfgen.runtime.control.ranks import lookahead_of
 from gfgen.runtime.control.state import MIN_FILES, State
 from gfgen.runtime.core import events
-from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision

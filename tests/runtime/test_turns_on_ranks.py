@@ -23,8 +23,7 @@ from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.streaming.turns import pause
 from gfgen.runtime.core.events import RankLost, TaskFailed
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandon, Abandoned, RunTask, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.messages import Abandon, Abandoned, Channel, RunTask, StartJob, TaskFault, TaskReport
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.processes.pool import WorkerPool

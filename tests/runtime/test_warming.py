@@ -20,8 +20,15 @@ from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.messages import ModelsSet, SetModels, WarmedUp, WarmUp, WarmUpLater
+from gfgen.runtime.ipc.messages import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    ModelsSet,
+    SetModels,
+    WarmedUp,
+    WarmUp,
+    WarmUpLater,
+)
 from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import AwakeClock, Patience, Phase, RankProcess
 from gfgen.runtime.processes.pool import MAX_DEATHS, HeldModels, Meeting, WorkerPool

@@ -24,11 +24,11 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.runtime.control import job_record
-from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
     Abandoned,
     Arenas,
+    Channel,
     ForgetJob,
     FramesStored,
     ModelsSet,
@@ -41,11 +41,11 @@ from gfgen.runtime.ipc.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    Transfer,
     WarmUp,
     WarmUpLater,
     WorkerFailed,
 )
-from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import device as worker_device
 from gfgen.runtime.worker import jobs as worker_jobs

@@ -29,7 +29,7 @@ from gfgen.graph import Stage, Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
-from gfgen.models.parallel import counted_attention, parallel
+from gfgen.models.parallel import cudnn_attention, parallel
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
@@ -40,8 +40,8 @@ from gfgen.runtime.ipc.messages import (
     RunTask,
     SendState,
     SetModels,
+    Transfer,
 )
-from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import Patience, Phase, RankProcess
 from gfgen.runtime.processes.pool import HeldModels, WorkerPool
@@ -414,7 +414,7 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rank_pads_texts_as_the_others_do_or_ends(monkeypatch, own, others):
     forgone = threading.Event()
-    monkeypatch.setattr(counted_attention, "_FORGONE", forgone)
+    monkeypatch.setattr(cudnn_attention, "_FORGONE", forgone)
     message = Arenas(0, 0, (1, 1), (0, 1), counts_tokens=others)
     if others and not own:
         with pytest.raises(ModelError, match="works on the other ranks, and not on this one"):

@@ -20,8 +20,7 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Steering
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import ResolvedModel, admit
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import RankReady, TaskFailed
+from gfgen.runtime.core.events import Clock, RankReady, TaskFailed
 from gfgen.runtime.files.outputs import read_metadata
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.settings import RankSettings

@@ -19,9 +19,15 @@ from PIL import Image
 
 from gfgen.runtime.files import writer
 from gfgen.runtime.files.outputs import Frames, read_metadata
-from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.ipc.content import Content, content_of, remove_unfinished, temporary_name
-from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
+from gfgen.runtime.ipc.messages import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    WriteDone,
+    WriteFailed,
+    WriteRequest,
+    WriterReady,
+)
 from gfgen.runtime.ipc.slab import OutputShape, map_for
 
 

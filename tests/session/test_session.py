@@ -17,8 +17,8 @@ from gfgen.errors import InputError, JobFileError, Problem
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.weights import Placement
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import CUDA, Devices, Gpu, choose_devices
+from gfgen.runtime.core.events import Clock
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.session import admission, memory, session
 from gfgen.session.ranks import Ranks

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from gfgen.errors import InputError, JobFileError, RunError
 from gfgen.job.reader import JobSource, ParsedJobs, to_mapping
-from gfgen.runtime.core.effects import tell_of_warnings, warnings_of_texts
+from gfgen.runtime.core.admission import tell_of_warnings, warnings_of_texts
 from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, read_taken
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids

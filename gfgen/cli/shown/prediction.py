@@ -31,6 +31,7 @@ from gfgen.system.machine import cpu_name
 from gfgen.system.wording import MAX_NAMED, counted, size_in_words
 
 DEFAULT_RANKS = 4
+AT_LOADING = f"at {LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate"
 
 
 def counts_of(name: str, most: int) -> Callable[[object], tuple[int, ...]]:
@@ -201,26 +202,22 @@ class SimulatedMemory:
 
     def in_words(self, num_ranks: int, profile: Profile) -> str | None:
         """What is assumed; None with one model that fits, or if all models are known to fit."""
+        said = list[str]()
         if self.streamed:
             names, taken = " and ".join(self.streamed), (self.room_bytes or 0, sum(self.streamed.values()))
             text = "{} would be streamed in {} of each GPU, from {} of main memory"
-            said = text.format(names, *map(size_in_words, taken))
-            return "; ".join([said, *slowdowns(self.jobs, profile, self.reads_s)]) + "."
-        if len(self.weights) == 1:
-            return None
-        if self.room_bytes is None:
-            sizes = self.weights.values()
+            text = text.format(names, *map(size_in_words, taken))
+            said.append("; ".join([text, *slowdowns(self.jobs, profile, self.reads_s)]) + ".")
+        if self.room_bytes is None and len(sizes := self.weights.values()) > 1:
             size = f" (weights of {size_in_words(sum(sizes))})" if all(sizes) else ""
-            return (
+            said.append(
                 f"This assumes that all {len(sizes)} models fit into memory at once{size}. "
                 "With --memory SIZE, models that do not fit take turns."
             )
-        if self.residency(num_ranks) is None:
-            return None
-        return (
-            f"Models take turns in {size_in_words(self.room_bytes)} of each GPU. This assumes that they load "
-            f"at {LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate."
-        )
+        if self.room_bytes is not None and self.residency(num_ranks) is not None:
+            size = size_in_words(self.room_bytes)
+            said.append(f"Models take turns in {size} of each GPU. This assumes that they load {AT_LOADING}.")
+        return " ".join(said) or None
 
 
 def _memory(

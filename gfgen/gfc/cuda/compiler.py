@@ -63,8 +63,15 @@ def is_kept(architecture: str) -> bool:
 
 
 def _file_name(library: ctypes.CDLL, name: str, sources: Path, architecture: str) -> str:
-    key = _key(sources, sources / name, architecture, _version(library))
-    return f"{Path(name).stem}-{key}-{architecture}.cubin"
+    major, minor = c_int(), c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    version = f"{major.value}.{minor.value}"
+    digest = hashlib.sha256("\n".join((architecture, version, *OPTIONS)).encode())
+    files = {sources / name, *source_dir().glob("*.h"), *source_dir().glob("cuda/*"), *sources.glob("*.h")}
+    for path in sorted(files):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"{Path(name).stem}-{digest.hexdigest()[:16]}-{architecture}.cubin"
 
 
 def _read(file_name: str) -> bytes | None:
@@ -106,21 +113,6 @@ def load_nvrtc() -> ctypes.CDLL:
         getattr(library, f"nvrtcGet{name}").argtypes = (c_void_p, c_char_p)
     library.nvrtcVersion.argtypes = (POINTER(c_int), POINTER(c_int))
     return library
-
-
-def _version(library: ctypes.CDLL) -> str:
-    major, minor = c_int(), c_int()
-    library.nvrtcVersion(byref(major), byref(minor))
-    return f"{major.value}.{minor.value}"
-
-
-def _key(sources: Path, main: Path, architecture: str, version: str) -> str:
-    digest = hashlib.sha256("\n".join((architecture, version, *OPTIONS)).encode())
-    files = {main, *source_dir().glob("*.h"), *source_dir().glob("cuda/*"), *sources.glob("*.h")}
-    for path in sorted(files):
-        if path.is_file():
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _compile(library: ctypes.CDLL, source: Path, includes: tuple[Path, ...], architecture: str) -> bytes:

@@ -53,7 +53,6 @@ class DeviceArena:
         cuda.use(device)
         handle, num_bytes, fd = cuda.shareable(device, arena_bytes(plan))
         address = cuda.map(handle, num_bytes, device)
-        cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
         # Inboxes with flags start with zeros; everything else is written before it is read.
         cuda.write(address + SIGNALS_OFFSET, _fresh_lines(plan))
         flagged = address + plan.arena_bytes
@@ -70,7 +69,6 @@ class DeviceArena:
         unit = 2 * MIB  # the granularity of device memory, which `create` rounded up to
         num_bytes = -(-arena_bytes(plan) // unit) * unit
         address = cuda.map(handle, num_bytes, device)
-        cuda.call("cuMemRelease", handle)
         return cls(plan, device, address, num_bytes, cuda)
 
     def open_peer(self, fd: int) -> DeviceArena:
@@ -123,18 +121,10 @@ class ControlPage:
     def __init__(self, fd: int, *, rank: int, incarnation: int) -> None:
         self.arena = Arena(fd, CONTROL_PLAN, rank=rank, incarnation=incarnation)
         self._driver = driver()
-        self._device_address = self._driver.register_host(self.arena.address, HEADER_BYTES)
+        address = self._driver.register_host(self.arena.address, HEADER_BYTES)
+        self.aborted_through, self.record = address + ABORTED_THROUGH_OFFSET, address + FAILURE_OFFSET
+        """Device addresses of the word and of the record."""
         self.failure_address = self.arena.address + FAILURE_OFFSET
-
-    @property
-    def aborted_through(self) -> int:
-        """Device address of the word."""
-        return self._device_address + ABORTED_THROUGH_OFFSET
-
-    @property
-    def record(self) -> int:
-        """Device address of the record."""
-        return self._device_address + FAILURE_OFFSET
 
     def close(self) -> None:
         if self.arena.address:

@@ -13,6 +13,7 @@ import ctypes
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int, c_uint32, c_uint64
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -96,15 +97,8 @@ class CudaEndpoint:
         self.context_bytes_1d = as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
-        self._enter = Launch(
-            self.driver,
-            self.kernels["enter"],
-            c_uint64(self.context),
-            self._native_descriptor,
-            self._bound_ns,
-            grid=1,
-            block=32,
-        )
+        given = (c_uint64(self.context), self._native_descriptor, self._bound_ns)
+        self._enter = Launch(self.driver, self.kernels["enter"], *given, grid=1, block=32)
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, GroupSlot] = {}
@@ -319,15 +313,8 @@ class CudaEndpoint:
         self.driver.write(self.context, bytes(context))
 
     def _restart(self, peer: int) -> None:
-        launch = Launch(
-            self.driver,
-            self.kernels["restart_edge"],
-            c_uint64(self.context),
-            c_int(peer),
-            c_uint32(self.incarnations[peer]),
-            grid=1,
-            block=1,
-        )
+        given = (c_uint64(self.context), c_int(peer), c_uint32(self.incarnations[peer]))
+        launch = Launch(self.driver, self.kernels["restart_edge"], *given, grid=1, block=1)
         launch.run(self._own_stream.cuda_stream)
         self._own_stream.synchronize()
 
@@ -337,19 +324,10 @@ class CudaEndpoint:
         if peer not in self.arenas:
             raise LayoutError(f"rank {peer} has no arena here")
         total, limit = x.numel() * x.element_size(), self.plan.post_bytes
-        timeout_ns = nanoseconds(timeout_s)
+        fixed = {"dispatch": dispatch, "timeout_ns": nanoseconds(timeout_s), "peer": peer, "label": label}
         return [
-            Chunk(
-                context=self.context,
-                address=x.data_ptr() + begin,
-                bytes=min(limit, total - begin),
-                dispatch=dispatch,
-                timeout_ns=timeout_ns,
-                chunk=begin // limit,
-                peer=peer,
-                label=label,
-            )
-            for begin in range(0, max(total, 1), limit)
+            Chunk(self.context, x.data_ptr() + at, min(limit, total - at), chunk=at // limit, **fixed)
+            for at in range(0, max(total, 1), limit)
         ]
 
     def _run_chunk(self, name: str, chunk: Chunk, steps: int, stream: int) -> None:
@@ -391,16 +369,8 @@ _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 
 """What a note copies from the context: (position in the note, offset, bytes)."""
 
 
-class _DeviceMemory:
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def as_tensor(address: int, num_bytes: int, device: int) -> Tensor:
     """Bytes of this device."""
-    return torch.as_tensor(_DeviceMemory(address, num_bytes), device=f"cuda:{device}")
+    interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    memory = SimpleNamespace(__cuda_array_interface__=interface)
+    return torch.as_tensor(memory, device=f"cuda:{device}")

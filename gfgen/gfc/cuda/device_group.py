@@ -25,8 +25,8 @@ from gfgen.gfc.cuda.kernels import MAX_MOVES, NUM_BANKS, PAIR, Exchange, Launch,
 from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.group import Exchanges
-from gfgen.gfc.reshard import Resharding
+from gfgen.gfc.group import Collectives
+from gfgen.gfc.reshard import Resharding, contiguous_stride
 from gfgen.layout import Degrees, shard_bounds, with_torus
 
 _THREADS = 512
@@ -62,11 +62,6 @@ class ResultSpec(NamedTuple):
     dtype: torch.dtype
     offset: int  # in the bank
 
-    @classmethod
-    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, offset: int) -> ResultSpec:
-        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return cls(tuple(shape), strides, dtype, offset)
-
 
 class Prepared(NamedTuple):
     launch: Launch
@@ -74,7 +69,7 @@ class Prepared(NamedTuple):
     pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
 
 
-class CudaGroup(Exchanges):
+class CudaGroup(Collectives):
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
     endpoint: a `CudaEndpoint`, which makes its groups (device_endpoint.py).
@@ -89,6 +84,7 @@ class CudaGroup(Exchanges):
         "bank",
         "descriptor",
         "ranks",
+        "room_bytes",
         "slot",
     )
 
@@ -107,13 +103,9 @@ class CudaGroup(Exchanges):
         self._most_blocks = endpoint.kernels.num_multiprocessors
         self.descriptor = descriptor
         self.size = len(slots)
+        self.room_bytes = None if self.size == 1 else self.bank.num_bytes
         is_whole = self.size == len(layout.ranks)
         self.ranks = layout.ranks if is_whole else tuple([layout.ranks[slot] for slot in slots])
-
-    @property
-    def room_bytes(self) -> int | None:
-        """The largest results of one exchange; larger ones arrive in slow rounds."""
-        return None if self.size == 1 else self.bank.num_bytes
 
     def beside(self, max_blocks: int) -> CudaGroup:
         """The same ranks; exchanges use few blocks, so that the rest of the device can compute.
@@ -156,12 +148,6 @@ class CudaGroup(Exchanges):
         for kind, count in enumerate(self._run.counts):
             if count % NUM_BANKS:
                 self.of_kind(kind).barrier()
-
-    def all_to_all(self, x: Tensor, *, in_arena: bool = False) -> Tensor:
-        """An equal part of dimension 0 to each slot; a result joins what arrives, by slot."""
-        if len(x) % self.size:
-            raise LayoutError(f"dimension 0 of {tuple(x.shape)} cannot be cut in {self.size} equal parts")
-        return self._move((x,), Resharding(0, 0), in_arena=in_arena)[0]
 
     def _move(
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
@@ -226,16 +212,8 @@ class CudaGroup(Exchanges):
             return self._prepare_launch((), [], choice, unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, _, concats, _ = resharding
-        if split_dim == concat_dim:
-            (x,) = tensors
-            prepared = self._prepare((_unfolded(x, self.size),), _equal_parts(self.size), in_arena=in_arena)
-            if isinstance(prepared, str):
-                return prepared
-            result = ResultSpec.contiguous(x.shape, x.dtype, prepared.results[0].offset)
-            return prepared._replace(results=(result,))
-        if len(concats) != self.size:
-            raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
+        if len(resharding.concat_sizes) != self.size:
+            raise LayoutError(f"{self.size} ranks need as many sizes, got {resharding.concat_sizes}")
         moves = []
         unit_bytes = dense_unit_bytes = 16
         for x in tensors:
@@ -271,17 +249,13 @@ class CudaGroup(Exchanges):
         tensors: Sequence[Tensor],
     ) -> Prepared:
         endpoint = self._endpoint
-        exchange = Exchange(
-            context=endpoint.context,
-            kind=self._kind,
-            num_moves=len(moves),
-            unit_bytes=unit_bytes,
-            tile_bytes=choice.tile_bytes,
-        )
+        exchange = Exchange(endpoint.context, self._kind, len(moves))
+        exchange.unit_bytes, exchange.tile_bytes = unit_bytes, choice.tile_bytes
         results = []
         for idx, (move, offset, x) in enumerate(zip(moves, offsets, tensors, strict=True)):
             exchange.moves[idx] = move.placed(offset)
-            results.append(ResultSpec.contiguous(move.result_shape, x.dtype, offset[self.slot]))
+            shape = move.result_shape
+            results.append(ResultSpec(shape, contiguous_stride(shape), x.dtype, offset[self.slot]))
         longest = max((move.pair_bytes for move in moves), default=0)
         num_moves = max(1, len(moves))
         limit = min(choice.blocks, self._most_blocks)
@@ -313,14 +287,8 @@ class CudaGroup(Exchanges):
             most = max(1, (limit - exchange.num_keepers) // at_once)
             exchange.num_slices = min(most, wanted)
             grid = at_once * exchange.num_slices + exchange.num_keepers
-        launch = Launch(
-            endpoint.driver,
-            endpoint.kernels[name],
-            exchange,
-            grid=grid,
-            block=block,
-            shared_bytes=shared_bytes,
-        )
+        sizes = {"grid": grid, "block": block, "shared_bytes": shared_bytes}
+        launch = Launch(endpoint.driver, endpoint.kernels[name], exchange, **sizes)
         first = Exchange.moves.offset
         size_of_move = Exchange.moves.size // MAX_MOVES
         pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(moves)))
@@ -329,8 +297,6 @@ class CudaGroup(Exchanges):
     def _in_rounds(self, x: Tensor, resharding: Resharding) -> Tensor:
         """An exchange that does not fit in a bank, in rounds: one part of each shard at a time."""
         split_dim, concat_dim, splits, concats, is_rotated = resharding
-        if split_dim == concat_dim:
-            return self._parts_in_rounds(x)
         shape = list(x.shape)
         shape[concat_dim] = sum(concats)
         if split_dim >= 0:
@@ -339,9 +305,8 @@ class CudaGroup(Exchanges):
         needed = prod(largest) * x.element_size()  # of all ranks, so that each takes as many rounds
         num_rounds = min(max(concats), needed * 11 // (10 * max(1, self.bank.num_bytes)) + 2)
         if num_rounds < 2:
-            raise LayoutError(
-                f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"
-            )
+            reason = f"does not fit in a bank of {self.bank.num_bytes} bytes, at all"
+            raise LayoutError(f"{tuple(x.shape)} {reason}")
         result = x.new_empty(shape)
         order = [(self.slot * is_rotated + idx) % self.size for idx in range(self.size)]
         for idx in range(num_rounds):
@@ -357,27 +322,6 @@ class CudaGroup(Exchanges):
                 result.narrow(concat_dim, at + bounds[slot][0], lengths[slot]).copy_(part)
                 at += concats[slot]
         return result
-
-    def _parts_in_rounds(self, x: Tensor) -> Tensor:
-        """`_in_rounds` for `all_to_all`."""
-        parts = x.contiguous().view(self.size, 1, -1)
-        num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
-        resharding = _equal_parts(self.size)
-        pieces = torch.tensor_split(parts, num_rounds, -1)
-        arrived = [self._move((piece.contiguous(),), resharding, in_arena=False)[0] for piece in pieces]
-        return torch.cat([piece.transpose(0, 1) for piece in arrived], -1).view(x.shape)
-
-
-def _unfolded(x: Tensor, size: int) -> Tensor:
-    """[P * n, ..] as [P, 1, n, ..]."""
-    length, step = len(x) // size, x.stride(0)
-    return x.as_strided((size, 1, length, *x.shape[1:]), (length * step, length * step, *x.stride()))
-
-
-def _equal_parts(size: int) -> Resharding:
-    """`all_to_all` of [P * n, ..] seen as [P, 1, n, ..]: split the first, concatenate along the second."""
-    ones = (1,) * size
-    return Resharding(0, 1, ones, ones)
 
 
 class GroupSlot(NamedTuple):

@@ -27,6 +27,7 @@ from ctypes import (
 from functools import cache
 
 from gfgen.errors import RunError
+from gfgen.gfc.native import each
 
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -45,8 +46,7 @@ class _AllocationFlags(Structure):
 
 class _AllocationProp(Structure):
     _fields_ = [
-        ("type", c_int),
-        ("handle_types", c_int),
+        *each(c_int, "type", "handle_types"),
         ("location", _Location),
         ("win32", c_void_p),
         ("flags", _AllocationFlags),
@@ -61,15 +61,8 @@ class LaunchConfig(Structure):
     """CUlaunchConfig: grid and block by dimension, and where it runs."""
 
     _fields_ = [
-        ("grid_x", c_uint),
-        ("grid_y", c_uint),
-        ("grid_z", c_uint),
-        ("block_x", c_uint),
-        ("block_y", c_uint),
-        ("block_z", c_uint),
-        ("shared_bytes", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
+        *each(c_uint, "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes"),
+        *each(c_void_p, "stream", "attributes"),
         ("num_attributes", c_uint),
     ]
 
@@ -132,12 +125,9 @@ class Driver:
     def call(self, name: str, *arguments: object) -> None:
         status = getattr(self.library, name)(*arguments)
         if status != 0:
-            raise RunError(f"CUDA: {name} failed with {self.error_name(status)}")
-
-    def error_name(self, status: int) -> str:
-        text = c_char_p()
-        self.library.cuGetErrorName(status, byref(text))
-        return text.value.decode() if text.value else str(status)
+            text = c_char_p()
+            self.library.cuGetErrorName(status, byref(text))
+            raise RunError(f"CUDA: {name} failed with {text.value.decode() if text.value else status}")
 
     def integer(self, name: str, *arguments: int) -> int:
         value = c_int()
@@ -241,14 +231,17 @@ class Driver:
         return handle.value
 
     def map(self, handle: int, num_bytes: int, device: int, *, at: int | None = None) -> int:
-        """Maps memory of any device for use by kernels of this one; the handle may be released.
+        """Maps memory of any device for use by kernels of this one, and releases the handle.
 
         at: an address that is reserved for this since an earlier call.
         """
         address = c_uint64(at or 0)
-        if at is None:
-            self.call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
-        self.call("cuMemMap", address.value, num_bytes, 0, handle, 0)
+        try:
+            if at is None:
+                self.call("cuMemAddressReserve", byref(address), num_bytes, 0, 0, 0)
+            self.call("cuMemMap", address.value, num_bytes, 0, handle, 0)
+        finally:
+            self.call("cuMemRelease", handle)  # a mapping and a descriptor keep the memory
         access = _AccessDesc(_Location(_DEVICE, device), _READ_WRITE)
         self.call("cuMemSetAccess", address.value, num_bytes, byref(access), 1)
         return address.value

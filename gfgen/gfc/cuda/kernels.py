@@ -15,7 +15,7 @@ from typing import Any
 from gfgen.errors import RunError
 from gfgen.gfc.cuda.compiler import compiled
 from gfgen.gfc.cuda.driver import MULTIPROCESSORS, SHARED_PER_BLOCK, Driver, LaunchConfig, driver
-from gfgen.gfc.native import MAX_RANKS, NUM_KINDS, PlanStruct, TaskStruct
+from gfgen.gfc.native import MAX_RANKS, NUM_KINDS, PlanStruct, TaskStruct, each
 
 NUM_BANKS = 2
 MAX_MOVES = 4
@@ -25,26 +25,19 @@ AWAIT, COPY, PUBLISH = 1, 2, 4
 
 class Peers(Structure):
     _fields_ = [
-        ("size", c_int32),
-        ("own", c_int32),
-        ("kind", c_uint32),
-        ("first_sequence", c_uint32),
-        ("own_rank", c_int32),
-        ("unused", c_int32),
-        ("own_base", c_uint64),
-        ("flagged", c_uint64),
+        *each(c_int32, "size", "own"),
+        *each(c_uint32, "kind", "first_sequence"),
+        *each(c_int32, "own_rank", "unused"),
+        *each(c_uint64, "own_base", "flagged"),
         ("bank_offset", c_uint64 * NUM_BANKS),
-        ("layout_slot", c_int32 * MAX_RANKS),
-        ("rank", c_int32 * MAX_RANKS),
+        *each(c_int32 * MAX_RANKS, "layout_slot", "rank"),
         ("base", c_uint64 * MAX_RANKS),
     ]
 
 
 class Edges(Structure):
     _fields_ = [
-        ("entries", c_uint64 * MAX_RANKS),
-        ("sent", c_uint64 * MAX_RANKS),
-        ("received", c_uint64 * MAX_RANKS),
+        *each(c_uint64 * MAX_RANKS, "entries", "sent", "received"),
         ("credit_tag", c_uint32 * NUM_BANKS * MAX_RANKS),
         ("broken", c_int32 * MAX_RANKS),
     ]
@@ -56,14 +49,10 @@ class Context(Structure):
         ("rank", c_int32),
         ("link_mb_per_s", c_uint32),
         ("base", c_uint64 * MAX_RANKS),
-        ("aborted_through", c_uint64),
-        ("record", c_uint64),
-        ("incarnation", c_uint32 * MAX_RANKS),
-        ("arrived", c_uint32 * MAX_RANKS),
-        ("finished", c_uint32),
-        ("poison_lock", c_uint32),
-        ("sent_blocks", c_uint32 * MAX_RANKS),
-        ("received_blocks", c_uint32 * MAX_RANKS),
+        *each(c_uint64, "aborted_through", "record"),
+        *each(c_uint32 * MAX_RANKS, "incarnation", "arrived"),
+        *each(c_uint32, "finished", "poison_lock"),
+        *each(c_uint32 * MAX_RANKS, "sent_blocks", "received_blocks"),
         ("task", TaskStruct),
         ("peers", Peers * NUM_KINDS),
         ("edges", Edges),
@@ -72,21 +61,10 @@ class Context(Structure):
 
 class Move(Structure):
     _fields_ = [
-        ("input", c_uint64),
-        ("output", c_uint64),
-        ("inner_bytes", c_int64),
-        ("outer_stride", c_int64),
-        ("first_stride", c_int64),
-        ("middle_stride", c_int64),
-        ("second_stride", c_int64),
-        ("outer", c_int32),
-        ("middle", c_int32),
-        ("is_concat_first", c_int32),
-        ("is_split", c_int32),
-        ("is_rotated", c_int32),
-        ("unused", c_int32),
-        ("split_sizes", c_int32 * MAX_RANKS),
-        ("concat_sizes", c_int32 * MAX_RANKS),
+        *each(c_uint64, "input", "output"),
+        *each(c_int64, "inner_bytes", "outer_stride", "first_stride", "middle_stride", "second_stride"),
+        *each(c_int32, "outer", "middle", "is_concat_first", "is_split", "is_rotated", "unused"),
+        *each(c_int32 * MAX_RANKS, "split_sizes", "concat_sizes"),
         ("result_offset", c_uint64 * MAX_RANKS),
     ]
 
@@ -96,10 +74,7 @@ class Exchange(Structure):
         ("context", c_uint64),
         ("kind", c_uint32),
         ("num_moves", c_int32),
-        ("num_slices", c_uint32),
-        ("num_keepers", c_uint32),
-        ("unit_bytes", c_uint32),
-        ("tile_bytes", c_uint32),
+        *each(c_uint32, "num_slices", "num_keepers", "unit_bytes", "tile_bytes"),
         ("dense_bytes", c_uint64),
         ("moves", Move * MAX_MOVES),
     ]
@@ -107,16 +82,9 @@ class Exchange(Structure):
 
 class Chunk(Structure):
     _fields_ = [
-        ("context", c_uint64),
-        ("address", c_uint64),
-        ("bytes", c_uint64),
-        ("dispatch", c_uint64),
-        ("timeout_ns", c_uint64),
-        ("chunk", c_uint64),
+        *each(c_uint64, "context", "address", "bytes", "dispatch", "timeout_ns", "chunk"),
         ("peer", c_int32),
-        ("label", c_uint32),
-        ("steps", c_uint32),
-        ("unused", c_uint32),
+        *each(c_uint32, "label", "steps", "unused"),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,17 +31,10 @@ _HEAD_START_CYCLES = 400_000
 PATTERNS = ("all_to_all", "all_gather")
 
 
-def device_name(endpoint: CudaEndpoint) -> str:
-    return endpoint.driver.name(endpoint.device)
-
-
 def versions(endpoint: CudaEndpoint) -> dict[str, str]:
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "torch": torch.__version__,
-        "nccl": nccl,
-        "driver_cuda": ".".join(map(str, endpoint.driver.version)),
-    }
+    nccl, cuda = torch.cuda.nccl.version(), endpoint.driver.version  # type: ignore[no-untyped-call]
+    found = {"torch": torch.__version__, "nccl": ".".join(map(str, nccl))}
+    return found | {"driver_cuda": ".".join(map(str, cuda))}
 
 
 def init_nccl(endpoint: CudaEndpoint, num_ranks: int, store: str) -> None:
@@ -128,10 +121,7 @@ def cell(
     nccl = _groups()[ranks]
     in_arena, fresh, theirs = _calls(pattern, x, out, nccl)
     copies, repeats = (20, 15) if num_bytes <= 4 * MIB else (5, 7)
-
-    def late() -> None:
-        _start_late(group)
-
+    late = partial(_start_late, group)
     times = {
         "nccl_eager": eager_us(group, lambda: theirs(group), copies, repeats),
         "nccl_graph": captured_us(lambda: theirs(group), late, copies=copies, repeats=repeats),
@@ -173,12 +163,15 @@ def fused_cell(
     attended = torch.randn((1, num_tokens, heads[group.slot], head_dim), device=device).bfloat16()
     nccl = _groups()[ranks]
 
-    def ours(group: CudaGroup) -> Tensor:
-        group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
+    def there(group: CudaGroup) -> tuple[Tensor, ...]:
+        return group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
+
+    def back(group: CudaGroup) -> Tensor:
         return group.tokens_from_heads(attended, token_sizes=tokens, head_sizes=heads)
 
-    def there(group: CudaGroup) -> object:
-        return group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
+    def ours(group: CudaGroup) -> None:
+        there(group)
+        back(group)
 
     def theirs() -> tuple[list[Tensor], Tensor]:
         return [_there(x, size, nccl) for x in (q, k, v)], _back(attended, size, nccl)
@@ -191,10 +184,8 @@ def fused_cell(
         "nccl_eager": eager_us(group, lambda: theirs(), 10, 15),
     }
     expected, expected_back = theirs()
-    got = group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
-    is_equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    back = group.tokens_from_heads(attended, token_sizes=tokens, head_sizes=heads)
-    times["is_equal"] = float(is_equal and torch.equal(back, expected_back))
+    is_equal = all(torch.equal(a, b) for a, b in zip(there(group), expected, strict=True))
+    times["is_equal"] = float(is_equal and torch.equal(back(group), expected_back))
     group.finish()
     return times
 
@@ -238,8 +229,8 @@ _GroupCall = Callable[[CudaGroup], Any]
 def _calls(pattern: str, x: Tensor, out: Tensor, nccl: Any) -> tuple[_GroupCall, _GroupCall, _GroupCall]:
     if pattern == "all_to_all":
         return (
-            lambda group: group.all_to_all(x, in_arena=True),
-            lambda group: group.all_to_all(x),
+            lambda group: all_to_all(group, x, in_arena=True),
+            lambda group: all_to_all(group, x),
             lambda _: dist.all_to_all_single(out, x, group=nccl),
         )
     return (
@@ -247,6 +238,12 @@ def _calls(pattern: str, x: Tensor, out: Tensor, nccl: Any) -> tuple[_GroupCall,
         lambda group: group.all_gather(x),
         lambda _: dist.all_gather_into_tensor(out, x, group=nccl),
     )
+
+
+def all_to_all(group: CudaGroup, x: Tensor, *, in_arena: bool = False) -> Tensor:
+    """An equal part of a dense tensor for each rank; joins what arrives, by slot."""
+    parts, ones = x.view(1, group.size, 1, -1), (1,) * group.size
+    return group.tokens_from_heads(parts, token_sizes=ones, head_sizes=ones, in_arena=in_arena).view(x.shape)
 
 
 def _there(x: Tensor, size: int, nccl: Any) -> Tensor:

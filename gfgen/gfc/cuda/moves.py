@@ -115,7 +115,7 @@ def move_of(
 
 
 def _dense_bytes(move: Move, splits: Sizes, concats: Sizes) -> int:
-    """The length of each message of `all_gather` and `all_to_all` along the first dimension; else 0."""
+    """The length of each message if one piece of memory is gathered or parted; else 0."""
     if move.is_rotated or move.outer != 1 or move.middle != 1 or set(splits) != {1} or set(concats) != {1}:
         return 0
     is_dense = not move.is_split or (not move.is_concat_first and move.first_stride == move.inner_bytes)

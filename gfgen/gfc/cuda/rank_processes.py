@@ -17,7 +17,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gfgen.errors import WorkerError
-from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
+from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan, create_arena
+from gfgen.gfc.cuda.device_arena import DeviceArena, HostArena, arena_bytes
 
 if TYPE_CHECKING:
     from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
@@ -56,14 +57,9 @@ class CudaRanks:
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
         self._dispatch = 0
-        for rank in self.incarnations:
-            self._start(rank)
-        for rank in self.incarnations:
-            self._take_arena(rank)
-        for rank in self.incarnations:
-            self._introduce(rank)
-        for rank in self.incarnations:
-            self.result(rank)
+        for begin in (self._start, self._take_arena, self._introduce, self.result):
+            for rank in self.incarnations:
+                begin(rank)
 
     def next_dispatch(self, count: int = 1) -> int:
         """The first of `count` unused dispatch numbers."""
@@ -111,8 +107,6 @@ class CudaRanks:
         return [results[rank] for rank in ranks]
 
     def abort(self, rank: int, dispatch: int) -> None:
-        from gfgen.gfc.arena import CONTROL_PLAN
-
         page = Arena(self.control_fds[rank], CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
         page.abort_through(dispatch)
         page.close()
@@ -150,37 +144,20 @@ class CudaRanks:
             os.close(fd)
 
     def _start(self, rank: int) -> None:
-        from gfgen.gfc.arena import CONTROL_PLAN
-
-        ours, theirs = _SPAWN.Pipe()
-        device = rank % self.num_devices
-        process = _SPAWN.Process(
-            target=_serve,
-            args=(
-                theirs,
-                _Setup(self.plan, rank, device, self.incarnations[rank], self.timeout_s, self.over_host),
-            ),
-            daemon=True,
-        )
+        (ours, theirs), number = _SPAWN.Pipe(), self.incarnations[rank]
+        setup = _Setup(self.plan, rank, rank % self.num_devices, number, self.timeout_s, self.over_host)
+        process = _SPAWN.Process(target=_serve, args=(theirs, setup), daemon=True)
         process.start()
         theirs.close()
         self.pipes[rank], self.processes[rank] = ours, process
-        fd = create_arena(CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
-        self.control_fds[rank] = fd
-        self._send(rank, fd)
+        self.control_fds[rank] = create_arena(CONTROL_PLAN, rank=rank, incarnation=number)
+        self._send(rank, self.control_fds[rank])
 
     def _take_arena(self, rank: int) -> None:
         if self.over_host:
-            from gfgen.gfc.cuda.device_arena import arena_bytes
-
-            fd = create_arena(
-                self.plan,
-                rank=rank,
-                incarnation=self.incarnations[rank],
-                num_bytes=arena_bytes(self.plan),
-            )
-            self.arena_fds[rank] = fd
-            self._send(rank, fd)
+            shape = {"incarnation": self.incarnations[rank], "num_bytes": arena_bytes(self.plan)}
+            self.arena_fds[rank] = create_arena(self.plan, rank=rank, **shape)
+            self._send(rank, self.arena_fds[rank])
             return
         if not self.pipes[rank].poll(self.reply_timeout_s):
             raise WorkerError(f"rank {rank} made no arena")
@@ -234,7 +211,6 @@ def _serve(pipe: Connection, setup: _Setup) -> None:
 def _set_up(pipe: Connection, setup: _Setup) -> CudaEndpoint:
     import torch
 
-    from gfgen.gfc.cuda.device_arena import DeviceArena, HostArena
     from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
     torch.set_num_threads(1)

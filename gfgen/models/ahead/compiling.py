@@ -24,7 +24,7 @@ from typing import Any
 
 from gfgen.errors import in_one_line
 from gfgen.gfc.cuda import compiler
-from gfgen.models.ahead.places import LOOKUP, STORE, pin_compilers
+from gfgen.models.ahead.pool import LOOKUP, STORE, pin_compilers
 from gfgen.system import lifeline
 from gfgen.system.machine import locked, num_cores
 

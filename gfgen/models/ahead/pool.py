@@ -1,8 +1,8 @@
 """Kernels compiled before they are needed, by processes that need no GPU (compiling.py).
 
 Ranks find the result in Triton's cache and in that of the exchanges. A failure is a warning: ranks compile
-what is missing. Which Triton kernels a model uses is in the list that comes with gfgen. This module imports
-neither torch nor Triton.
+what is missing. PyTorch's compilers keep their work where `pin_compilers` says. Which Triton kernels a model
+uses is in the list that comes with gfgen. This module imports neither torch nor Triton.
 
 `python -m benchmarks.kernel_list` makes kernels.json:
 
@@ -13,8 +13,10 @@ neither torch nor Triton.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import os
 import subprocess
 import tempfile
 import time
@@ -25,14 +27,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from gfgen.models.ahead.places import pin_compilers
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.system.lifeline import module_command, module_environment
+from gfgen.system.machine import cache_dir
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
+STORE, LOOKUP = (f"gfgen.models.ahead.store:{name}" for name in ("Store", "Lookup"))
 LIST = Path(__file__).with_name("kernels.json")
 Call = tuple[str, Sequence[str | int | float], Mapping[str, Any]]
 TIMEOUT_S = 300.0
@@ -157,6 +160,52 @@ def all_calls() -> Sequence[Call]:
     """The whole list."""
     calls: Sequence[Call] = json.loads(LIST.read_text())["kernels"]
     return calls
+
+
+def compiler_dirs() -> dict[str, Path]:
+    """Caches of PyTorch's compilers. Other programs use them, too, except for the default of Inductor's.
+
+    Source: triton/knobs.py.
+    """
+    triton = Path(os.environ.get("TRITON_HOME") or "~") / ".triton" / "cache"
+    return {
+        "inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir() / "inductor").expanduser(),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or triton).expanduser(),
+    }
+
+
+def pin_compilers() -> None:
+    """Set what the user has not set, in this process and those that it starts.
+
+    Inductor's own default is a temporary folder. At its first compile it sets Triton's folder and another
+    ptxas, and then Triton finds nothing that it has compiled before.
+    Source: torch/_inductor/runtime/triton_heuristics.py, compile_tasks.py.
+    """
+    folders = compiler_dirs()
+    values = {
+        "TORCHINDUCTOR_CACHE_DIR": folders["inductor"],
+        "TRITON_CACHE_DIR": folders["triton"],
+        "TRITON_CACHE_MANAGER": STORE,
+        "TRITON_PTXAS_PATH": _ptxas(),
+    }
+    for name, value in values.items():
+        if value is not None:
+            os.environ.setdefault(name, str(value))
+
+
+def environment_of_others() -> dict[str, str]:
+    """This process's environment for programs that are not ours, whose Triton may be another one."""
+    ours = {("TRITON_CACHE_MANAGER", STORE), ("TRITON_PTXAS_PATH", str(_ptxas()))}
+    return dict(os.environ.items() - ours)
+
+
+def _ptxas() -> Path | None:
+    """Triton's own."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return path if path.is_file() else None
 
 
 def _has(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

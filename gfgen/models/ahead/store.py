@@ -2,7 +2,7 @@
 
 Triton has no lock: n ranks would compile the same kernels n times. It believes every entry, and its entries
 hold absolute paths. Here a damaged entry counts as missing, and a folder may have been moved. Triton takes
-this class by TRITON_CACHE_MANAGER (places.py).
+this class by TRITON_CACHE_MANAGER (pool.py).
 """
 
 # mypy: ignore-errors

@@ -19,7 +19,7 @@ from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.lora.merging import MergedLoras
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.streaming.keeping import Kept
+from gfgen.models.streaming.placing import Kept
 
 Patches = MergedLoras
 
@@ -142,33 +142,16 @@ class Adapter(Protocol):
         """These latents with as few frames as launch all kernels of a decode."""
         return latents
 
-
-class BatchAdapter(Adapter, Protocol):
-    """An adapter that takes one step of several jobs in the same forwards (`--batch`)."""
-
-    @torch.no_grad()
-    def denoise(
-        self,
-        spec: JobSpec,
-        prompt: Fields,
-        condition: Fields,
-        latents: Fields,
-        *,
-        step: int,
-        parallel: Parallel | None = None,
-    ) -> Fields:
-        """A step of one job is a batch of one."""
-        inputs = StepInput(spec, prompt, condition, latents)
-        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
-
     def denoise_batch(
         self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
     ) -> list[Fields]:
-        """The artifacts `latents` after this step, one for each job.
+        """The artifacts `latents` after this step, one for each job; where it can be, in the same forwards.
 
         The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
         from those of `denoise`. Several jobs run without `parallel`.
         """
+        return [self.denoise(*each, step=step, parallel=parallel) for each in inputs]
 
     def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
         """As `text_shape`, for these jobs together on one rank."""
+        return (len(inputs),)

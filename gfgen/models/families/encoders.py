@@ -153,12 +153,6 @@ def _attend_all(
     return attention.o(attended.transpose(1, 2).flatten(2)), None
 
 
-def text_encoder_on(device: torch.device, model: Any) -> TextEncoder | None:
-    """None where the pipeline's own forward is used: on CPUs, whose results equal the pipeline's bitwise, and
-    for other classes of models."""
-    return None if device.type != "cuda" else text_encoder_of(model)
-
-
 def text_encoder_of(model: Any) -> TextEncoder | None:
     """None for classes that are not known here."""
     if isinstance(model, Qwen2_5_VLForConditionalGeneration):

@@ -26,8 +26,8 @@ from torch.nn.attention import sdpa_kernel
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, BatchAdapter, Fields, Patches, StepInput
-from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_on
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Adapter, Fields, Patches, StepInput
+from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_of
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
 from gfgen.models.fast import causal_vae, stop_checks
@@ -51,15 +51,14 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import EXPERTS, component_dtypes
 from gfgen.models.loading.components import LoadPipeline
 from gfgen.models.parallel import shared_decode
-from gfgen.models.parallel.counted_attention import is_fast
-from gfgen.models.parallel.fp8_attention import check_fp8_attention
+from gfgen.models.parallel.cudnn_attention import check_fp8_attention, is_fast
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import present_degrees
 from gfgen.models.streaming.stream import stream_of
 
 
-class FlowAdapter(BatchAdapter):
+class FlowAdapter(Adapter):
     """Executors of one checkpoint; see `adapter.Adapter`. Pipelines are never called."""
 
     TEXT_TOKENS: ClassVar[int]
@@ -74,7 +73,8 @@ class FlowAdapter(BatchAdapter):
         self._forward: Evaluator = evaluate
         self.patches = Patches(pipeline, changed=forget_text_results)
         self._schedulers = solver.Schedulers(pipeline.scheduler)
-        self._text_encoder = text_encoder_on(self.device, pipeline.text_encoder)
+        is_on_gpu = self.device.type == "cuda"  # on CPUs results equal the pipeline's bitwise
+        self._text_encoder = text_encoder_of(pipeline.text_encoder) if is_on_gpu else None
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -84,6 +84,20 @@ class FlowAdapter(BatchAdapter):
         if self.geometry.uses_cfg(spec):
             tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "", num_tokens)
         return Fields(tensors)
+
+    def denoise(
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
+    ) -> Fields:
+        """A step of one job is a batch of one."""
+        inputs = StepInput(spec, prompt, condition, latents)
+        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
 
     @torch.no_grad()
     def denoise_batch(
@@ -212,20 +226,15 @@ class WanAdapter(FlowAdapter):
             return Fields(), solver.save_state(
                 scheduler, self._pipeline.prepare_latents(*shape, *noise), generator=generator
             )
-        picture = self._image.video_processor.preprocess(
-            load_image(spec.image, sha256=spec.image_sha256, background=spec.background),
-            height=spec.height,
-            width=spec.width,
-        )
+        picture = load_image(spec.image, sha256=spec.image_sha256, background=spec.background)
+        size = {"height": spec.height, "width": spec.width}
+        picture = self._image.video_processor.preprocess(picture, **size)
         picture = picture.to(self.device, dtype=torch.float32)
         latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)
         return Fields({"condition": condition}), solver.save_state(scheduler, latents, generator=generator)
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
-
-    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        return (len(inputs),)
 
     def shortest(self, latents: Fields) -> Fields:
         """The first frame, and one with frames before it."""
@@ -257,11 +266,8 @@ class WanAdapter(FlowAdapter):
             model_input = _pin_first_frame(sample, image_BCTHW)
         elif image_BCTHW is not None:
             model_input = torch.cat([sample, image_BCTHW], dim=1)
-        has_image = image_BCTHW is not None
-        return {
-            "hidden_states": model_input.to(self._dtype),
-            "timestep": self._model_timestep(timestep, sample, has_image=has_image),
-        }
+        timestep = self._model_timestep(timestep, sample, has_image=image_BCTHW is not None)
+        return {"hidden_states": model_input.to(self._dtype), "timestep": timestep}
 
     def _model_timestep(self, timestep: Tensor, sample_BCTHW: Tensor, *, has_image: bool) -> Tensor:
         """[1], or [1, S] where tokens differ; all samples of a batch have the same.
@@ -315,15 +321,9 @@ class QwenImageAdapter(FlowAdapter):
     @torch.no_grad()
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
         generator = torch.Generator("cpu").manual_seed(known(spec.seed))
-        noise_BSC = self._pipeline.prepare_latents(
-            1,
-            self._pipeline.transformer.config.in_channels // 4,
-            spec.height,
-            spec.width,
-            prompt.tensors["prompt_embeds"].dtype,
-            self.device,
-            generator,
-        )
+        shape = (1, self._pipeline.transformer.config.in_channels // 4, spec.height, spec.width)
+        dtype = prompt.tensors["prompt_embeds"].dtype
+        noise_BSC = self._pipeline.prepare_latents(*shape, dtype, self.device, generator)
         scheduler = self._scheduler(spec)
         scheduler.set_begin_index(0)
         return Fields(), solver.save_state(scheduler, noise_BSC, generator=generator)
@@ -345,11 +345,9 @@ class QwenImageAdapter(FlowAdapter):
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
         if self._text_encoder is not None:
             start = self._pipeline.prompt_template_encode_start_idx
-            ids = self._pipeline.tokenizer(
-                self._pipeline.prompt_template_encode.format(text),
-                max_length=start + num_tokens,
-                truncation=True,
-            ).input_ids
+            limit = {"max_length": start + num_tokens, "truncation": True}
+            whole = self._pipeline.prompt_template_encode.format(text)
+            ids = self._pipeline.tokenizer(whole, **limit).input_ids
             return self._text_encoder(ids, self._forward)[:, start:]
         with sdpa_kernel(FOR_ANY_LENGTH):
             embeds, mask = self._pipeline.encode_prompt(
@@ -359,15 +357,15 @@ class QwenImageAdapter(FlowAdapter):
         return torch.as_tensor(embeds)
 
     def _scheduler(self, spec: JobSpec) -> Any:
-        steps = known(spec.steps)
-        config = self._schedulers.template(spec).config
-        shift = calculate_shift(
-            self.geometry.num_tokens(spec),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
+        steps, config = known(spec.steps), self._schedulers.template(spec).config
+        defaults = {
+            "base_image_seq_len": 256,
+            "max_image_seq_len": 4096,
+            "base_shift": 0.5,
+            "max_shift": 1.15,
+        }
+        numbers = (config.get(name, default) for name, default in defaults.items())
+        shift = calculate_shift(self.geometry.num_tokens(spec), *numbers)
         return self._schedulers.new(spec, sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
 
     def _expert(self, spec: JobSpec, *, timestep: Tensor) -> tuple[Any, float]:

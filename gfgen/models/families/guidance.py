@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -66,13 +65,13 @@ def predict_branches(
     names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
     if len(prompts) > 1:
         assert parallel is None, "steps of several jobs run on one rank"
-        branches = [predict([prompt.tensors[name] for prompt in prompts]) for name in names]
-        return branches[0], branches[1] if len(branches) == 2 else None
-    embeds = [prompts[0].tensors[name] for name in names]
-    degree = 1 if parallel is None else parallel.sequence.size
-    in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
-    predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch, takes_turns=takes_turns)
-    return predictions[0], predictions[1] if len(predictions) == 2 else None
+        found = [predict([prompt.tensors[name] for prompt in prompts]) for name in names]
+    else:
+        embeds = [prompts[0].tensors[name] for name in names]
+        degree = 1 if parallel is None else parallel.sequence.size
+        in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
+        found = evaluate_branches(predict, embeds, parallel, in_batch=in_batch, takes_turns=takes_turns)
+    return found[0], found[1] if len(found) == 2 else None
 
 
 def is_batch_faster(
@@ -104,7 +103,7 @@ def evaluate_branches(
     """
 
     def predicted(*branches: Tensor) -> Tensor:
-        with nullcontext() if parallel is None else active(parallel):
+        with active(parallel):
             return predict(branches)
 
     if parallel is not None and parallel.cfg.size > 1:

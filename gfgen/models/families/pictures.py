@@ -97,9 +97,6 @@ def denormalize_latents(latents_BCTHW: torch.Tensor, config: Any) -> torch.Tenso
 
     Source: diffusers 0.42, the end of WanPipeline.__call__ and QwenImagePipeline.__call__.
     """
-    shape = (1, config.z_dim, 1, 1, 1)
-    mean = torch.tensor(config.latents_mean).view(shape).to(latents_BCTHW.device, latents_BCTHW.dtype)
-    inverse_std = 1.0 / torch.tensor(config.latents_std).view(shape).to(
-        latents_BCTHW.device, latents_BCTHW.dtype
-    )
-    return latents_BCTHW / inverse_std + mean
+    both = (config.latents_mean, config.latents_std)
+    mean, std = (torch.tensor(x).view(1, config.z_dim, 1, 1, 1).to(latents_BCTHW) for x in both)
+    return latents_BCTHW / (1.0 / std) + mean

@@ -74,18 +74,19 @@ class Precision:
         Raises: InputError for another word, an unknown model, devices without fp8, or without cuDNN's
             package.
         """
-        left = []
-        for option, texts in self.by_option.items():
-            for text in texts:
-                _check_device(option, text, capability=capability, device=device)
-            left.append(texts if any(text.endswith(FP8) for text in texts) else ())
-        return Precision(*left)
+        for option, text in self._texts():
+            _check_device(option, text, capability=capability, device=device)
+        return Precision(
+            *(each if any(text.endswith(FP8) for text in each) else () for each in self.by_option.values())
+        )
 
     def check_words(self) -> None:
         """Raises: InputError for another word."""
-        for option, texts in self.by_option.items():
-            for text in texts:
-                _check_word(option, text)
+        for option, text in self._texts():
+            _check_word(option, text)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        return ((option, text) for option, texts in self.by_option.items() for text in texts)
 
     def check_model(self, geometry: Geometry, checkpoint: Path) -> None:
         """Raises: ModelError for a model that cannot have the precision that it is asked for."""
@@ -96,11 +97,10 @@ class Precision:
 
     def tell_of_other_models(self, checkpoints: Collection[Path]) -> None:
         """Warn if an option names none of these models."""
-        for option, texts in self.by_option.items():
-            for text in texts:
-                model, _, _ = text.rpartition("=")
-                if model and not any(_is_model(checkpoint, model) for checkpoint in checkpoints):
-                    logger.warning("--%s %s has no effect: no job uses this model", option, text)
+        for option, text in self._texts():
+            model, _, _ = text.rpartition("=")
+            if model and not any(_is_model(checkpoint, model) for checkpoint in checkpoints):
+                logger.warning("--%s %s has no effect: no job uses this model", option, text)
 
     def named(self, device: str) -> str:
         """A device in profiles: with fp8, tasks have other durations."""
@@ -149,19 +149,19 @@ def _check_layers(checkpoint: Path) -> None:
     for component, config, channels in _experts(checkpoint):
         for layers, width in (("attention", channels), ("feed-forward", config.get("ffn_dim", channels))):
             if width % _SIDE:
-                raise ModelError(
-                    f"{model_name(checkpoint)}: --precision fp8 does not fit the {layers} layers of "
-                    f"{component}, which have {width} channels; multiples of {_SIDE} fit"
-                )
+                which = f"{layers} layers of {component}, which have {width} channels"
+                raise _does_not_fit(checkpoint, "precision", f"{which}; multiples of {_SIDE} fit")
 
 
 def _check_heads(checkpoint: Path) -> None:
     for component, config, _ in _experts(checkpoint):
         if (width := config["attention_head_dim"]) > _WIDEST_HEAD:
-            raise ModelError(
-                f"{model_name(checkpoint)}: --attention fp8 does not fit the heads of {component}, which "
-                f"have {width} channels; up to {_WIDEST_HEAD} fit"
-            )
+            which = f"heads of {component}, which have {width} channels"
+            raise _does_not_fit(checkpoint, "attention", f"{which}; up to {_WIDEST_HEAD} fit")
+
+
+def _does_not_fit(checkpoint: Path, option: str, what: str) -> ModelError:
+    return ModelError(f"{model_name(checkpoint)}: --{option} fp8 does not fit the {what}")
 
 
 def _check_family(geometry: Geometry, checkpoint: Path, option: str) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,28 +55,21 @@ HUB_PATTERNS = ("model_index.json", "gfgen.json", "*.py", "*/*")
 """Of a repository: not what lies beside the components, as weights in their original format."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownModel:
-    name: str
-    summary: str
-
-
-MODELS = (
-    KnownModel(
-        "shapes", "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU"
-    ),
-    KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
-    KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),
-    KnownModel("tiny-wan-moe-i2v", "built in, random weights: image to video with two experts"),
-    KnownModel("tiny-qwen-image", "built in, random weights: text to image"),
-    KnownModel("wan2.2-ti2v-5b", f"text or image to video, 5 B ({HUB_IDS['wan2.2-ti2v-5b']})"),
-    KnownModel("wan2.2-t2v-a14b", f"text to video, 2 x 14 B ({HUB_IDS['wan2.2-t2v-a14b']})"),
-    KnownModel("wan2.2-i2v-a14b", f"image to video, 2 x 14 B ({HUB_IDS['wan2.2-i2v-a14b']})"),
-    KnownModel("qwen-image", f"text to image, 20 B ({HUB_IDS['qwen-image']})"),
-)
+MODELS = {
+    "shapes": "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU",
+    "tiny-wan": "built in, random weights: text or image to video, in seconds on a CPU",
+    "tiny-wan-moe": "built in, random weights: text to video with two experts",
+    "tiny-wan-moe-i2v": "built in, random weights: image to video with two experts",
+    "tiny-qwen-image": "built in, random weights: text to image",
+    "wan2.2-ti2v-5b": f"text or image to video, 5 B ({HUB_IDS['wan2.2-ti2v-5b']})",
+    "wan2.2-t2v-a14b": f"text to video, 2 x 14 B ({HUB_IDS['wan2.2-t2v-a14b']})",
+    "wan2.2-i2v-a14b": f"image to video, 2 x 14 B ({HUB_IDS['wan2.2-i2v-a14b']})",
+    "qwen-image": f"text to image, 20 B ({HUB_IDS['qwen-image']})",
+}
+"""Short names, and what they stand for."""
 
 PACKAGED = ("shapes",)
-TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
+TINY_NAMES = tuple(name for name in MODELS if name.startswith("tiny-"))
 
 
 def resolve_checkpoint(name_or_dir: str) -> Path:
@@ -89,10 +81,8 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
         return path
     if name_or_dir in TINY_NAMES:
         return _tiny_checkpoint(name_or_dir)
-    if name_or_dir in HUB_IDS:
-        return _downloaded(HUB_IDS[name_or_dir])
-    if _is_hub_id(name_or_dir):
-        return _downloaded(name_or_dir)
+    if _is_hub_id(hub_id := HUB_IDS.get(name_or_dir, name_or_dir)):
+        return _downloaded(hub_id)
     raise ModelError(_unknown(name_or_dir))
 
 
@@ -101,7 +91,7 @@ def check_name(name_or_dir: str) -> None:
 
     Raises: ModelError for a name that nothing is known by.
     """
-    is_known = name_or_dir in TINY_NAMES or name_or_dir in HUB_IDS or _is_hub_id(name_or_dir)
+    is_known = name_or_dir in TINY_NAMES or _is_hub_id(HUB_IDS.get(name_or_dir, name_or_dir))
     if not is_known and at_hand(name_or_dir) is None:
         raise ModelError(_unknown(name_or_dir))
 
@@ -124,14 +114,14 @@ def find_configs(name_or_dir: str) -> Path:
     name = names.get(name_or_dir, name_or_dir)
     if name in HUB_IDS or name in TINY_NAMES:
         return CONFIGS / name
-    if _is_hub_id(name):
-        if (folder := _snapshot(name)) is not None:
-            return folder
+    if not _is_hub_id(name):
+        raise ModelError(_unknown(name))
+    if (folder := _snapshot(name)) is None:
         raise ModelError(
             f"model {name}: its config files are not here and nothing is downloaded for this; "
             f"{_near_hub_id(name)}run 'hf download {name}', or give its directory"
         )
-    raise ModelError(_unknown(name))
+    return folder
 
 
 def load_adapter(
@@ -169,8 +159,7 @@ def load_adapter(
     from gfgen.models.loading.components import load_pipeline
     from gfgen.models.loading.random_weights import random_pipeline
     from gfgen.models.streaming.host_copy import HostCopy
-    from gfgen.models.streaming.keeping import Kept
-    from gfgen.models.streaming.placing import Placing
+    from gfgen.models.streaming.placing import Kept, Placing
 
     brought = EXPERTS if quantised.layers else ()
     placing = Placing(placement, device=torch.device(device), copy_fd=copy_fd, brought=brought, island=island)
@@ -195,8 +184,8 @@ def load_adapter(
 
 def tiny_dir() -> Path:
     """Where the built-in models are kept; another place whenever the code that makes them changes."""
-    code = Path(__file__).parents[1] / "loading"
-    sources = [*code.glob("tiny*.py"), code / "random_weights.py", *CONFIGS.glob("tiny-*/**/*.json")]
+    code = Path(__file__).parents[1] / "loading" / "random_weights.py"
+    sources = [code, *CONFIGS.glob("tiny-*/**/*.json")]
     version = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()[:12]
     return cache_dir() / f"tiny-{version}"
 
@@ -211,7 +200,7 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
     try:
-        output_of("gfgen.models.loading.tiny", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
+        output_of("gfgen.models.loading.random_weights", str(folder), *names, timeout_s=TINY_TIMEOUT_S)
     except ChildProcessError as error:
         raise ModelError(f"{what}: cannot be made in {folder}: {error}") from None
 
@@ -236,12 +225,12 @@ def at_hand(name_or_dir: str) -> Path | None:
 def _assembled(name: str) -> Path:
     """A directory with the weights of a file, and the rest of the model that it names or lies in."""
     base_name, file = single_file.split_name(name)
-    base = None if base_name else single_file.base_beside(file)
-    if base_name:
-        hub_id = HUB_IDS.get(base_name, base_name)
-        is_tiny = base_name in TINY_NAMES
-        base = _tiny_checkpoint(base_name) if is_tiny else (at_hand(base_name) or cached(hub_id))
-    assert base is not None
+    if not base_name:
+        base = single_file.base_beside(file)
+    elif base_name in TINY_NAMES:
+        base = _tiny_checkpoint(base_name)
+    else:
+        base = at_hand(base_name) or cached(HUB_IDS.get(base_name, base_name))
     return single_file.assemble(file, base, cache_dir() / "single-files")
 
 
@@ -325,14 +314,13 @@ def _unknown(name: str) -> str:
     if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
         there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
         return f"model {name}: {there}; {_accepted()} is accepted"
-    near = nearest(name.lower(), [model.name for model in MODELS], cutoff=0.5)
+    near = nearest(name.lower(), MODELS, cutoff=0.5)
     hint = f"did you mean {near!r}? " if near else ""
     return f"model {name}: unknown; {hint}accepted: {_accepted()}"
 
 
 def _accepted() -> str:
-    names = ", ".join(model.name for model in MODELS)
-    return f"a directory, a hub id (org/name), MODEL:FILE.safetensors, or {names}"
+    return f"a directory, a hub id (org/name), MODEL:FILE.safetensors, or {', '.join(MODELS)}"
 
 
 def _near_hub_id(hub_id: str) -> str:

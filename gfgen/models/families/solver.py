@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import HOST, SAMPLE, Fields, StepInput
-from gfgen.models.geometry.reuse import KEPT_OUTPUTS
+from gfgen.models.geometry.rules import KEPT_OUTPUTS
 from gfgen.models.parallel.parallel import held
 
 
@@ -256,20 +256,18 @@ class Solver:
         first, end = (-(-number * each // steps) for each in (step, step + 1))
         self.timesteps = scheduler.timesteps[first:end]
         """Of the step; two if its scheduler evaluates the transformer twice."""
-        self._generator: torch.Generator | None = None
+        self.draws: dict[str, torch.Generator] = {}
         if (state := latents.tensors.get(GENERATOR)) is not None:
-            self._generator = torch.Generator("cpu")
-            self._generator.set_state(state)
+            self.draws = {"generator": torch.Generator("cpu")}
+            self.draws["generator"].set_state(state)
 
     def advance(self, predicted: Any, timestep: Any) -> None:
-        draws = {} if self._generator is None else {"generator": self._generator}
         step = self.scheduler.step
-        self.sample = step(predicted, timestep, self.sample, return_dict=False, **draws)[0]
+        self.sample = step(predicted, timestep, self.sample, return_dict=False, **self.draws)[0]
 
     def state(self, *, pin: Callable[[Any], Any] | None = None) -> Fields:
         """The artifact `latents` after the step; `pin` changes its sample."""
-        sample = self.sample if pin is None else pin(self.sample)
-        return save_state(self.scheduler, sample, generator=self._generator)
+        return save_state(self.scheduler, self.sample if pin is None else pin(self.sample), **self.draws)
 
 
 def solved_step(
@@ -353,8 +351,7 @@ def keep_outputs(state: Fields, given: Fields, outputs: Sequence[Tensor], *, ste
 
 def carry_outputs(state: Fields, given: Fields) -> None:
     state.scalars[_STEPS] = list(_steps_of(given))
-    kept = {name: x for name, x in given.tensors.items() if name.partition(":")[0] in KEPT_OUTPUTS}
-    state.tensors |= kept
+    state.tensors |= {x: given.tensors[x] for x in given.tensors if x.partition(":")[0] in KEPT_OUTPUTS}
 
 
 def can_extrapolate(given: Fields) -> bool:
@@ -415,14 +412,12 @@ def watch_scheduler(scheduler: Any) -> None:
     kind.step = watched
 
 
-@contextmanager
-def catching(caught: list[Tensor]) -> Iterator[None]:
+def catching(caught: list[Tensor]) -> AbstractContextManager[None]:
     def catch(output: Tensor) -> Tensor:
         caught.append(output.clone())
         return output
 
-    with held(_EXCHANGE, catch):
-        yield
+    return held(_EXCHANGE, catch)
 
 
 @contextmanager

@@ -109,10 +109,8 @@ class _Past:
         """What `conv` reads: [T, H, W, C], in a video that has begun with the two frames before them, with a
         row more on either side if rows are shared. Flat convolutions read no earlier frames."""
         num_frames, height, width, channels = frames.shape
-        is_causal, is_wide = (
-            isinstance(conv, nn.Conv3d),
-            self._bands is not None and conv.kernel_size[-2] == 3,
-        )
+        is_causal = isinstance(conv, nn.Conv3d)
+        is_wide = self._bands is not None and conv.kernel_size[-2] == 3
         if is_causal and self._has_next and conv not in self._kept:
             self._kept[conv] = frames.parts[0].new_zeros((2, height, width, channels))
         front = 2 if is_causal and not self.is_first else 0

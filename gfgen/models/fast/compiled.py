@@ -20,6 +20,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,10 +98,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+@dataclass(slots=True)
 class _Block:
-    def __init__(self, own: Forward) -> None:
-        self.own = own
-        self.compiled: Forward | None = None
+    own: Forward
+    compiled: Forward | None = None
 
 
 class _Compiler:
@@ -120,7 +121,10 @@ class _Compiler:
 
         try:
             if block.compiled is None:
-                block.compiled = self._made(block.own)
+                config = torch._dynamo.config
+                config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+                config.fail_on_recompile_limit_hit = True
+                block.compiled = torch.compile(block.own, dynamic=False, backend=self._backend)
             if self._has_any_texts:
                 args = _of_any_text(args)
             return block.compiled(*args, **kwargs)
@@ -128,13 +132,6 @@ class _Compiler:
             self.has_failed = True
             logger.warning("%s: its blocks run without the compiler: %s", self._name, in_one_line(error))
             return block.own(*args, **kwargs)
-
-    def _made(self, forward: Forward) -> Forward:
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-        config.fail_on_recompile_limit_hit = True
-        made: Forward = torch.compile(forward, dynamic=False, backend=self._backend)
-        return made
 
 
 def _of_any_text(args: Sequence[Any]) -> Sequence[Any]:

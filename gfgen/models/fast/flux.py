@@ -87,14 +87,10 @@ def _forward(
 
 
 def _double_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: tuple[Tensor, Tensor],
+    block: Any, own_picture: Tensor, own_text: Tensor, temb: Tensor, turns: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    attention, num_text = block.attn, encoder_hidden_states.shape[1]
-    streams = (encoder_hidden_states, hidden_states)
+    attention, num_text = block.attn, own_text.shape[1]
+    streams = (own_text, own_picture)
     modulations = [_rows(each.linear(silu(temb)), 6) for each in (block.norm1_context, block.norm1)]
     kinds = [_kinds(x) for x in streams]
     eps = block.norm1.norm.eps
@@ -106,7 +102,7 @@ def _double_block(
         (attention.to_added_qkv(text), (attention.norm_added_q, attention.norm_added_k)),
         (attention.to_qkv(picture), (attention.norm_q, attention.norm_k)),
     )
-    attended = _attended(attention, parts, image_rotary_emb)
+    attended = _attended(attention, parts, turns)
     updates = (attention.to_add_out(attended[:, :num_text]), attention.to_out[0](attended[:, num_text:]))
     results = []
     for x, update, modulation, feed_forward, kinds_N in zip(
@@ -122,19 +118,15 @@ def _double_block(
 
 
 def _single_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: tuple[Tensor, Tensor],
+    block: Any, own_picture: Tensor, own_text: Tensor, temb: Tensor, turns: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    attention, num_text = block.attn, encoder_hidden_states.shape[1]
-    x = _joined(encoder_hidden_states, hidden_states)
+    attention, num_text = block.attn, own_text.shape[1]
+    x = _joined(own_text, own_picture)
     shift, scale, gate = _rows(block.norm.linear(silu(temb)), 3)
     kinds_N = _kinds(x)
     inner = norm(x, RowNorm(scale, shift, eps=block.norm.norm.eps, plus_one=True), kinds_N=kinds_N)
     parts = ((attention.to_qkv(inner), (attention.norm_q, attention.norm_k)),)
-    attended = _attended(attention, parts, image_rotary_emb)
+    attended = _attended(attention, parts, turns)
     weight, channels = block.proj_out.weight, attended.shape[-1]
     change = linear(attended, weight[:, :channels], block.proj_out.bias)
     wide = linear_gelu(inner, block.proj_mlp.weight, block.proj_mlp.bias)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from gfgen.models.fast.linears import LinearGelu, fuse_modulation, joined, quantise, takes_fp8
 from gfgen.models.fast.rows import Fp8Rows, RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
-from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, from_fp8
+from gfgen.models.parallel.cudnn_attention import E4M3, VALUE_SCALE, from_fp8
 from gfgen.models.parallel.plans import TEXT
 from gfgen.models.parallel.sequence_parallel import attend, own_length
 from gfgen.models.streaming.placing import IN_PLACE, placing_of
@@ -43,7 +43,7 @@ def fuse(transformer: nn.Module, *, fp8_on: torch.device | None = None, attends_
     """Fuse all known blocks, unless quantized; once for each instance, on the device where it stays.
 
     fp8_on: takes one block after the other to this device and into fp8 there, and then all that remains.
-    attends_in_fp8: attentions whose tokens ranks share are in fp8 (fp8_attention.py).
+    attends_in_fp8: attentions whose tokens ranks share are in fp8 (cudnn_attention.py).
     """
     if getattr(transformer, "is_quantized", False):
         return

@@ -150,20 +150,18 @@ def fuse_modulation(transformer: Any, *, int8_on: torch.device | None = None) ->
     """
     blocks = transformer.transformer_blocks
     assert not transformer.zero_cond_t
-    transformer.modulation = Modulation(
-        [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
-    )
+    layers = [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
+    modulation = transformer.modulation = Modulation(layers)
+    del layers  # so that a weight in bf16 goes when it is quantised
     for idx, block in enumerate(blocks):
-        del block.img_mod, block.txt_mod  # so that a weight in bf16 goes when it is quantised
-        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
+        del block.img_mod, block.txt_mod  # likewise
+        hook = functools.partial(_hand_over, modulation=modulation, idx=idx)
         block.register_forward_pre_hook(hook, with_kwargs=True)
     if int8_on is not None:
-        transformer.modulation.quantise(int8_on)
-    for layer in transformer.modulation.layers:
+        modulation.quantise(int8_on)
+    for layer in modulation.layers:
         placing_of(layer).bring(layer)
-    transformer.time_text_embed.register_forward_hook(
-        functools.partial(_modulate, modulation=transformer.modulation)
-    )
+    transformer.time_text_embed.register_forward_hook(functools.partial(_modulate, modulation=modulation))
 
 
 class Modulation(nn.Module):

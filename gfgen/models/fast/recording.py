@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -179,24 +179,20 @@ class Graphs:
         self.num_replays += 1
         return record.replay(inputs, sharing)
 
-    @contextmanager
-    def rehearsing(self, unentered: Parallel | None) -> Iterator[None]:
+    def rehearsing(self, unentered: Parallel | None) -> AbstractContextManager[None]:
         """Inside, this rank alone evaluates each forward, and records it if it is launch-bound.
 
         It drops no existing record. Results are meaningless. `unentered` are the ranks of a record; call the
         forwards themselves on `rehearsal(unentered)`.
         """
-        with self._in_mode(self._rehearse, unentered):
-            yield
+        return self._in_mode(self._rehearse, unentered)
 
-    @contextmanager
-    def recording(self, unentered: Parallel | None) -> Iterator[None]:
+    def recording(self, unentered: Parallel | None) -> AbstractContextManager[None]:
         """As `rehearsing`, while a step waits: it evaluates as little as possible.
 
         Raises: NotWorthRecordingError at the first forward that is not recorded.
         """
-        with self._in_mode(self._record_now, unentered):
-            yield
+        return self._in_mode(self._record_now, unentered)
 
     @property
     def num_records(self) -> int:
@@ -239,7 +235,7 @@ class Graphs:
             raise NotWorthRecordingError
         if not self._record_at_once(call, transformer, inputs):
             # As a record does, so that its kernels are loaded.
-            with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
+            with active(None if sharing is None else sharing.parallel, slot_1=self._new_slot()):
                 self._is_worth_recording(call, transformer, inputs, is_hasty=True)
             self._record(call, transformer, inputs, is_loaded=True)
         return True
@@ -300,17 +296,14 @@ class Graphs:
         sharing = present_sharing()
         try:
             if sharing is not None and not is_loaded:
-                with _by_slot(sharing.parallel, self._new_slot()):
+                with active(sharing.parallel, slot_1=self._new_slot()):
                     evaluate(transformer, inputs)
             self._make(call, transformer, inputs)
         except Exception as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING  # if one cannot be, many cannot
             self._has_warned = True
-            logger.log(
-                level,
-                "a forward cannot be recorded, and is launched kernel by kernel: %s",
-                in_one_line(error),
-            )
+            text = "a forward cannot be recorded, and is launched kernel by kernel: %s"
+            logger.log(level, text, in_one_line(error))
             return
         self._are_loaded.setdefault(_whatever_the_text(call, sharing), True)
 
@@ -321,7 +314,7 @@ class Graphs:
         tables = _tables_of_positions(transformer, inputs)
 
         def function(parallel: Parallel | None) -> Tensor:
-            with _by_slot(parallel, slot_1):
+            with active(parallel, slot_1=slot_1):
                 return self._evaluate(call, transformer, kept)
 
         sharing = present_sharing()
@@ -437,11 +430,6 @@ def _kind_of(x: object) -> object:
     if isinstance(x, Mapping):
         return tuple((name, _kind_of(value)) for name, value in x.items())
     return tuple(map(_kind_of, x)) if isinstance(x, (list, tuple)) else repr(x)
-
-
-def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:
-    """Inside, forwards read this rank's slot from `slot_1`, as records do."""
-    return nullcontext() if parallel is None else active(parallel, slot_1=slot_1)
 
 
 def _tables_of_positions(transformer: Any, inputs: Mapping[str, Any]) -> object:

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import ModelError
-from gfgen.models.parallel.fp8_attention import E4M3, VALUE_SCALE, in_fp8
+from gfgen.models.parallel.cudnn_attention import E4M3, LARGEST, VALUE_SCALE, in_fp8
 
-FP8_LARGEST = 448.0
-"""Of e4m3."""
 FP8_SMALLEST = 1e-20
 """The largest value of a row counts as at least this, so that rows of zeros have a scale."""
 
@@ -120,7 +118,7 @@ def _empty_fp8(x: Tensor) -> Fp8Rows:
 
 def _fp8_in_steps(x: Tensor) -> Fp8Rows:
     """x is fp32."""
-    scales = x.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_SMALLEST) / FP8_LARGEST
+    scales = x.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_SMALLEST) / LARGEST
     return Fp8Rows((x / scales).to(torch.float8_e4m3fn), scales.view(-1, 1))
 
 
@@ -152,7 +150,7 @@ def heads(
     the weight's length. The part is turned by `turns`: cosines and sines [L, D/2] of the pairs of channels,
     the same for all samples. into: takes the result, such as a range of tokens of a larger tensor of one
     sample; parts without a weight are copied to it. By default there is one part per weight. In e4m3 it
-    takes queries, keys and values of fp8_attention.py.
+    takes queries, keys and values of cudnn_attention.py.
     """
     batch, length, channels = *projected.shape[:2], num_heads * head_dim
     if into is None:
@@ -164,9 +162,9 @@ def heads(
 
         cos, sin = turns or (None, None)
         rows = into.view(len(into), batch * length, channels)
-        row_kernels.heads(
-            _rows(projected), tuple(weights), cos, sin, rows, head_dim=head_dim, eps=eps, copied=VALUE_SCALE
-        )
+        given = projected.view(batch * length, *projected.shape[2:])
+        weights = tuple(weights)
+        row_kernels.heads(given, weights, cos, sin, rows, head_dim=head_dim, eps=eps, copied=VALUE_SCALE)
     assert projected.shape[2] >= into.shape[0] * channels
     return into
 
@@ -222,8 +220,3 @@ def _by_token(values: Tensor, kinds_N: Tensor | None, x: Tensor) -> Tensor:
     """[C] unchanged, [kinds, C] as [B, L, C]; in fp32."""
     values = values.float()
     return values if kinds_N is None or values.dim() == 1 else values[kinds_N].view(x.shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, L, ..] -> [B L, ..], the same memory."""
-    return x.view(x.shape[0] * x.shape[1], *x.shape[2:])

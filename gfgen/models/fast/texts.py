@@ -1,7 +1,7 @@
 """Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance or job.
 
 Qwen-Image does not pad prompts, so every length is another shape, and a recorded forward serves one length
-only. Where attention can ignore padding at almost no cost (counted_attention.py), texts are therefore padded
+only. Where attention can ignore padding at almost no cost (cudnn_attention.py), texts are therefore padded
 to a few lengths: a new prompt is then new data, not a new shape.
 
 Legend: B batch (1 for each branch or job), L tokens, C channels.
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gfgen.layout import Degrees
 from gfgen.models.fast.rows import batched, padded_to
 from gfgen.models.geometry.wan import TEXT_TOKENS
-from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.cudnn_attention import is_fast
 
 NUM_TEXTS = 8
 """Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""
@@ -82,10 +82,7 @@ def with_texts(
     of different lengths are padded with zeros, which only fused blocks ignore (fused.py).
     """
     picture, lengths = inputs["hidden_states"], [branch.shape[1] for branch in embeds]
-    batch = {
-        **inputs,
-        "encoder_hidden_states": embeds[0],
-    }  # one text stays the same object: its results may be cached
+    batch = {**inputs, "encoder_hidden_states": embeds[0]}  # the same object: its results may be cached
     if len(embeds) > len(picture):
         batch["hidden_states"] = picture.repeat(len(embeds), *[1] * (picture.dim() - 1))
     if len(embeds) > 1 or length is not None:

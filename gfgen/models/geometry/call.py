@@ -130,9 +130,7 @@ class Argument:
         types = self.types
         if not _is_number(given) or (WHOLE in types) == (NUMBER in types):
             return given
-        if NUMBER in types:
-            return float(given)
-        return int(given) if float(given).is_integer() else given
+        return float(given) if NUMBER in types else int(given) if WHOLE.accepts(given) else given
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,28 +408,20 @@ def _definition_in(path: Path, package: str, class_name: str, method: str) -> as
     for node in classes[class_name].body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
             return node
-    bases = [ast.unparse(base).rpartition(".")[2] for base in classes[class_name].bases]
-    bases = [base for base in bases if base != "DiffusionPipeline"]  # a long file, which has none of these
-    return next((found for base in bases if (found := _definition(package, base, method)) is not None), None)
+    bases = (ast.unparse(base).rpartition(".")[2] for base in classes[class_name].bases)
+    bases = (base for base in bases if base != "DiffusionPipeline")  # a long file, which has none of these
+    return next(filter(None, (_definition(package, base, method) for base in bases)), None)
 
 
 def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:
-    positional = [*parameters.posonlyargs, *parameters.args]
-    defaults = [None] * (len(positional) - len(parameters.defaults)) + list(parameters.defaults)
-    pairs = [
-        *zip(positional, defaults, strict=True),
-        *zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True),
-    ]
-    return {
-        parameter.arg: Argument(
-            parameter.arg,
-            parameter.annotation,
-            is_required=default is None,
-            may_be_none=isinstance(default, ast.Constant) and default.value is None,
-            default=default.value if isinstance(default, ast.Constant) else None,
-        )
-        for parameter, default in pairs[1:]
-    }
+    named = [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]
+    defaults = [*parameters.defaults, *parameters.kw_defaults]
+    found = {}
+    for each, default in zip(named[1:], [None] * (len(named) - 1 - len(defaults)) + defaults, strict=True):
+        value = default.value if isinstance(default, ast.Constant) else None
+        may_be_none = isinstance(default, ast.Constant) and value is None
+        found[each.arg] = Argument(each.arg, each.annotation, default is None, may_be_none, value)
+    return found
 
 
 @functools.cache

@@ -182,9 +182,8 @@ def _check_vocabulary(folder: Path) -> None:
     """Without this check, a tokenizer loads without its vocabulary and maps every word to nothing."""
     found = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
     if not found:
-        raise ModelError(
-            f"{folder}: no vocabulary ({' or '.join(VOCABULARIES)}) in it; download the model again"
-        )
+        names = " or ".join(VOCABULARIES)
+        raise ModelError(f"{folder}: no vocabulary ({names}) in it; download the model again")
     merges = folder / "merges.txt"
     if found == [folder / "vocab.json"] and not merges.is_file():
         raise ModelError(f"{merges}: missing; vocab.json needs it; download the model again")

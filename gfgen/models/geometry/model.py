@@ -14,6 +14,8 @@ from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
 from gfgen.models.geometry.pipeline import pipeline_geometry
+from gfgen.models.geometry.qwen import qwen_geometry
+from gfgen.models.geometry.wan import wan_geometry
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Config files of the models with a short name, in diffusers format, without weights."""
@@ -71,10 +73,6 @@ class Geometry(Protocol):
         """Equal for tasks of equal cost, for example "832x480x49+cfg"."""
 
 
-_FAMILIES = {"WanPipeline": "wan", "WanImageToVideoPipeline": "wan", "QwenImagePipeline": "qwen"}
-"""Families with an adapter of their own; all other classes run by `pipeline_geometry`."""
-
-
 def load_geometry(checkpoint: Path, *, trusts_code: bool = False) -> Geometry:
     """The geometry of a diffusers-format directory.
 
@@ -117,18 +115,12 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
 
 def _build(files: Checkpoint, *, trusts_code: bool) -> Geometry:
     code = files.own_code
-    if not code:
-        match _FAMILIES.get(files.pipeline_class):
-            case "wan":
-                from gfgen.models.geometry.wan import wan_geometry
-
-                return wan_geometry(files)
-            case "qwen":
-                from gfgen.models.geometry.qwen import qwen_geometry
-
-                return qwen_geometry(files)
-        return pipeline_geometry(files)
-    if not trusts_code:
+    match "" if code else files.pipeline_class:  # families with an adapter of their own
+        case "WanPipeline" | "WanImageToVideoPipeline":
+            return wan_geometry(files)
+        case "QwenImagePipeline":
+            return qwen_geometry(files)
+    if code and not trusts_code:
         shown = ", ".join(f"{name} ({own.source.relative_to(files.path)})" for name, own in code.items())
         raise ModelError(
             f"{files.path / 'model_index.json'}: brings code of its own: {shown}; "

@@ -23,9 +23,6 @@ from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.call import CallSignature, methods_of, signature_of
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint, OwnClass
-from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.rules import evaluations_key, with_known_scheduler
-from gfgen.models.geometry.upscale import second_pass_problems, with_refined, with_second_pass
 
 DEFAULTS: Mapping[str, Any] = {"width": 1024, "height": 1024, "steps": 50}
 """Where neither the call nor the checkpoint's gfgen.json has a number."""
@@ -62,26 +59,13 @@ Each has a plan (parallel/plans.py), and steps of its pipelines have been compar
 GUIDED = frozenset(
     (
         *TOKEN_SIDES,
-        "AllegroTransformer3DModel",
-        "AnyFlowTransformer3DModel",
-        "AuraFlowTransformer2DModel",
-        "BriaFiboTransformer2DModel",
-        "BriaTransformer2DModel",
-        "ChromaTransformer2DModel",
-        "CogView3PlusTransformer2DModel",
-        "CogView4Transformer2DModel",
-        "EasyAnimateTransformer3DModel",
-        "ErnieImageTransformer2DModel",
-        "HunyuanVideoFramepackTransformer3DModel",
-        "Kandinsky5Transformer3DModel",
-        "Krea2Transformer2DModel",
-        "LatteTransformer3DModel",
-        "Lumina2Transformer2DModel",
-        "LuminaNextDiT2DModel",
-        "MochiTransformer3DModel",
-        "PRXTransformer2DModel",
-        "PixArtTransformer2DModel",
-        "SanaTransformer2DModel",
+        *("AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "AuraFlowTransformer2DModel"),
+        *("BriaFiboTransformer2DModel", "BriaTransformer2DModel", "ChromaTransformer2DModel"),
+        *("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel", "EasyAnimateTransformer3DModel"),
+        *("ErnieImageTransformer2DModel", "HunyuanVideoFramepackTransformer3DModel"),
+        *("Kandinsky5Transformer3DModel", "Krea2Transformer2DModel", "LatteTransformer3DModel"),
+        *("Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "MochiTransformer3DModel"),
+        *("PRXTransformer2DModel", "PixArtTransformer2DModel", "SanaTransformer2DModel"),
     )
 )
 """Classes whose guidance two halves of a layout can share, from the same comparison."""
@@ -141,20 +125,20 @@ class PipelineGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_known_syntax(with_recipe(spec, family=self.family), has_clip=self.has_clip)
-        spec = with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
+        spec = rules.with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
                 filled = rules.changed(filled, **{name: rules.floor_to_multiple(side, self.multiple)})
-        filled = with_second_pass(filled, multiple=self.multiple)
+        filled = rules.with_second_pass(filled, multiple=self.multiple)
         may_refine = not self.has_alpha and not self._makes_videos
-        problems += second_pass_problems(filled, self.signature, is_picture=may_refine)
+        problems += rules.second_pass_problems(filled, self.signature, is_picture=may_refine)
         if self.why_no_reuse is not None:
             problems += rules.useless(spec, "reuse", self.why_no_reuse)
         else:
-            problems += reuse_problems(filled)
+            problems += rules.reuse_problems(filled)
         if problems:
             raise JobError(*problems)
         return filled if self._makes_videos else rules.changed(filled, frames=1, fps=None)
@@ -170,7 +154,7 @@ class PipelineGeometry:
             Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return with_refined(with_reuse(trajectory, spec, output=None), spec)
+        return rules.with_refined(rules.with_reuse(trajectory, spec, output=None), spec)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
@@ -196,7 +180,7 @@ class PipelineGeometry:
 
     def shape_key(self, spec: JobSpec) -> str:
         size = spec.size_text + (f"x{spec.frames}" if self._makes_videos else "")
-        size += ("+cfg" if self.is_guided(spec) else "") + evaluations_key(spec)
+        size += ("+cfg" if self.is_guided(spec) else "") + rules.evaluations_key(spec)
         size += f"+after={spec.width}x{spec.height}x{spec.num_refined}" if spec.enlarged else ""
         args = sorted((spec.args or {}).items())
         numbers = [f"+{name}={value:g}" for name, value in args if isinstance(value, (int, float))]
@@ -281,15 +265,15 @@ def _size(spec: JobSpec) -> tuple[int, int]:
 
 
 def _why_no_reuse(checkpoint: Checkpoint, signature: CallSignature) -> str | None:
-    name = signature.pipeline_class
     transformers = [part for part in checkpoint.configs if "transformer" in part]
-    if not transformers:
-        return f"{name} has no transformer whose outputs could be reused; leave it out"
+    reason = (
+        None if signature.steps_scheduler else "hands its outputs to no scheduler, where they could be caught"
+    )
     if len(transformers) > 1:
-        return f"{name} changes between transformers at steps that are unknown in advance; leave it out"
-    if not signature.steps_scheduler:
-        return f"{name} hands its outputs to no scheduler, where they could be caught; leave it out"
-    return None
+        reason = "changes between transformers at steps that are unknown in advance"
+    if not transformers:
+        reason = "has no transformer whose outputs could be reused"
+    return reason and f"{signature.pipeline_class} {reason}; leave it out"
 
 
 def _why_no_guidance(checkpoint: Checkpoint, signature: CallSignature) -> str | None:
@@ -324,8 +308,7 @@ def _sharing(checkpoint: Checkpoint) -> dict[str, Any]:
 def _num_heads(config: Mapping[str, Any]) -> int:
     """0 if the config does not have them, or if keys have others than queries."""
     heads = config.get("num_attention_heads", config.get("n_heads"))
-    is_shared = isinstance(heads, int) and config.get("n_kv_heads", heads) == heads
-    return heads if isinstance(heads, int) and is_shared else 0
+    return heads if isinstance(heads, int) and config.get("n_kv_heads", heads) == heads else 0
 
 
 def _defaults(signature: CallSignature) -> dict[str, Any]:

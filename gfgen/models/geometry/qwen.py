@@ -18,14 +18,6 @@ from gfgen.job.spec import JobSpec
 from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
-from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.rules import (
-    evaluations_key,
-    flow_problems,
-    latents_artifact,
-    max_text_tokens,
-    with_known_scheduler,
-)
 from gfgen.models.geometry.vae import VaeShape
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
@@ -79,7 +71,7 @@ class QwenGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_known_syntax(with_recipe(spec, family=self.family))
-        spec = with_known_scheduler(spec, is_flow=True, own_class=SCHEDULER)
+        spec = rules.with_known_scheduler(spec, is_flow=True, own_class=SCHEDULER)
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)
         rounded = rules.changed(
@@ -89,7 +81,7 @@ class QwenGeometry:
             frames=1,
         )
         multiple = (self.multiple, self.multiple)
-        problems = [*self._field_problems(spec), *reuse_problems(filled)]
+        problems = [*self._field_problems(spec), *rules.reuse_problems(filled)]
         problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field == "size" for problem in problems):
             size = f"{width}x{height}"
@@ -111,11 +103,15 @@ class QwenGeometry:
         return rules.known(spec.height) // (self.multiple // 2)
 
     def shape_key(self, spec: JobSpec) -> str:
-        return f"{spec.width}x{spec.height}" + ("+cfg" if self.uses_cfg(spec) else "") + evaluations_key(spec)
+        return (
+            f"{spec.width}x{spec.height}"
+            + ("+cfg" if self.uses_cfg(spec) else "")
+            + rules.evaluations_key(spec)
+        )
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
-        num_tokens = max_text_tokens(spec, MAX_TEXT_TOKENS)
+        num_tokens = rules.max_text_tokens(spec, MAX_TEXT_TOKENS)
         prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         latent = (1, self.num_tokens(spec), self.in_channels)
         pixel_bytes = (4 if self.has_alpha else 3) * spec.sample_bytes
@@ -123,11 +119,11 @@ class QwenGeometry:
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", ()),
-            latents_artifact(spec, Artifact("latents", (("sample", latent, "float32"),))),
+            rules.latents_artifact(spec, Artifact("latents", (("sample", latent, "float32"),))),
             Artifact("frames", (("frames", picture, "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return with_reuse(trajectory, spec, output=None if spec.scheduler else (latent, "float32"))
+        return rules.with_reuse(trajectory, spec, output=None if spec.scheduler else (latent, "float32"))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -137,10 +133,8 @@ class QwenGeometry:
             return branches * self._forward_flops(self.num_tokens(spec))
         if stage in (Stage.PREPARE, Stage.APPROXIMATE):
             return 0.0
-        factor = self.multiple // 2
-        return self.vae.decode_flops(
-            frames=1, height=rules.known(spec.height) // factor, width=rules.known(spec.width) // factor
-        )
+        rows, columns = (rules.known(side) // (self.multiple // 2) for side in (spec.height, spec.width))
+        return self.vae.decode_flops(frames=1, height=rows, width=columns)
 
     def _forward_flops(self, tokens: int) -> float:
         """One transformer forward; a multiply-add counts as 2.
@@ -157,22 +151,20 @@ class QwenGeometry:
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         unused = "has no effect on Qwen-Image; use true_cfg_scale"
         own = {"own_class": SCHEDULER, "call": "QwenImagePipeline"}
-        yield from flow_problems(spec, **own, most_tokens=MOST_TEXT_TOKENS)
+        yield from rules.flow_problems(spec, **own, most_tokens=MOST_TEXT_TOKENS)
         if "num_images_per_prompt" in (spec.args or {}):
             reason = "use num_images, which makes a job of each"
             yield Problem.of("args.num_images_per_prompt", None, reason)
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
-        yield from rules.useless(
-            spec, "flow_shift", "has no effect on Qwen-Image; its shift depends on the size"
-        )
+        reason = "has no effect on Qwen-Image; its shift depends on the size"
+        yield from rules.useless(spec, "flow_shift", reason)
         yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
         yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
         if spec.frames not in (None, 1):
-            yield Problem.of(
-                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
-            )
+            reason = "this model makes single pictures; leave it out or give 1"
+            yield Problem.of("frames", spec.frames, reason)
         # Stretching a schedule of one step to a terminal value divides by zero.
         stretches = (spec.scheduler or {}).get("shift_terminal", self.shift_terminal)
         yield from rules.whole_problems(spec, "steps", low=2 if stretches else 1, high=MAX_STEPS)

@@ -1,4 +1,4 @@
-"""Bounds, rounding, defaults and schedulers that families share at admission.
+"""Bounds, rounding, defaults, schedulers, reused steps and second passes, as admission knows them.
 
 A number in a job is accepted, rounded (as the family's pipeline rounds it, or down if the pipeline refuses
 it), or a `Problem` that says what would be accepted.
@@ -6,6 +6,7 @@ it), or a `Problem` that says what would be accepted.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gfgen.errors import ModelError, Problem
-from gfgen.graph import Artifact
-from gfgen.job.fields import MAX_SIDE, shown
+from gfgen.graph import Artifact, Trajectory
+from gfgen.job.fields import IF_LATE, MAX_SIDE, shown
 from gfgen.job.samplers import SAMPLERS, known_sampler
-from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, UPSCALE_FIELDS, JobSpec
-from gfgen.models.geometry.call import options_of, scheduler_problems, signature_of
+from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, UPSCALE_FIELDS, JobSpec, num_pictures
+from gfgen.models.geometry.call import (
+    CallSignature,
+    is_pipeline,
+    options_of,
+    scheduler_problems,
+    signature_of,
+)
 
 MAX_TOKENS = 1 << 20
 """Tokens of a job: 38 times the largest default (27,280)."""
@@ -208,3 +215,165 @@ def evaluations_key(spec: JobSpec, own_class: str | None = None) -> str:
 def max_text_tokens(spec: JobSpec, usual: int) -> int:
     """Where a job's prompts are cut."""
     return int((spec.args or {}).get("max_sequence_length", usual))
+
+
+# Steps that run no transformer ----------------------------------------------------------------------
+# A reused step extrapolates the transformer's guided output linearly from the last two computed ones. So the
+# first two steps are computed, the last one, and those around a change of the transformer.
+
+
+NUM_FIRST, NUM_LAST = 2, 1
+"""Steps at either end that are always computed."""
+LARGEST_SHARES = {30: 0.7, 20: 0.5, 12: 0.4}
+"""The largest share from so many steps on. Elsewhere the job with as many steps as would be computed is
+nearer to the full result, on the built-in model.
+
+Source: benchmarks/results/precision.md.
+"""
+MIN_STEPS, MANY_STEPS, MIN_NUMBER = min(LARGEST_SHARES), max(LARGEST_SHARES), 3
+"""The fewest reused steps below MANY_STEPS, for the same reason."""
+IF_LATE_SHARE = 0.4
+"""Of the steps, which a policy may have reused."""
+Output = tuple[tuple[int, ...], str]
+KEPT_OUTPUTS = ("reuse_0", "reuse_1")
+"""Tensors of latents: the last two computed outputs, in turn."""
+
+
+def with_reuse(
+    trajectory: Trajectory, spec: JobSpec, *, output: Output | None, switch: int | None = None
+) -> Trajectory:
+    """The trajectory of a job as run with its reused steps, and with room for outputs in its latents.
+
+    output: None where the latents have room for anything.
+    switch: the first step of a second transformer.
+    """
+    if spec.reuse is None:
+        return trajectory
+    artifacts = trajectory.artifacts
+    if output is not None:
+        artifacts = tuple(_with_outputs(each, output) for each in artifacts)
+    if spec.reuse == IF_LATE:
+        steps = chosen_steps(trajectory.num_steps, IF_LATE_SHARE, switch=switch)
+        return replace(trajectory, artifacts=artifacts, approximable=steps)
+    assert isinstance(spec.reuse, float)
+    steps = chosen_steps(trajectory.num_steps, spec.reuse, switch=switch)
+    return replace(trajectory, artifacts=artifacts, approximate=steps)
+
+
+def chosen_steps(num_steps: int, share: float, *, switch: int | None = None) -> tuple[int, ...]:
+    """At most this share of the steps, spread evenly over those that may be reused."""
+    around = () if switch is None else (switch - 1, switch, switch + 1)
+    may_be = [step for step in range(NUM_FIRST, num_steps - NUM_LAST) if step not in around]
+    number = min(int(share * num_steps + 1e-9), len(may_be))
+    return tuple(may_be[int((place + 0.5) * len(may_be) / number)] for place in range(number))
+
+
+def reuse_problems(spec: JobSpec) -> Iterator[Problem]:
+    """Steps and shares at which a job with fewer steps gives a better result in the same time."""
+    if spec.reuse is None or spec.steps is None:
+        return
+    if spec.steps < MIN_STEPS:
+        accepted = f"needs at least {MIN_STEPS} steps, and this job has {spec.steps}; leave it out"
+        yield Problem.of("reuse", spec.reuse, accepted)
+        return
+    if not isinstance(spec.reuse, float):
+        return
+    most = next(share for least, share in LARGEST_SHARES.items() if spec.steps >= least)
+    number = int(spec.reuse * spec.steps + 1e-9)
+    better = f"{spec.steps - number} steps give a better result in the same time"
+    if spec.reuse > most:
+        accepted = f"with {spec.steps} steps at most {most:g} is accepted: {better}"
+        yield Problem.of("reuse", spec.reuse, accepted)
+    elif spec.steps < MANY_STEPS and number < MIN_NUMBER:
+        least = MIN_NUMBER / spec.steps
+        accepted = f"with {spec.steps} steps at least {math.ceil(100 * least) / 100:g} is accepted: {better}"
+        yield Problem.of("reuse", spec.reuse, accepted)
+
+
+def _with_outputs(artifact: Artifact, output: Output) -> Artifact:
+    if artifact.name != "latents":
+        return artifact
+    return replace(artifact, fields=(*artifact.fields, *((name, *output) for name in KEPT_OUTPUTS)))
+
+
+# Second passes --------------------------------------------------------------------------------------
+# That of a job with `upscale` is image to image, from the enlarged picture of the first pass. Its call is the
+# pipeline's own, or that of the pipeline for image to image with the same components (SomePipeline,
+# SomeImg2ImgPipeline). The result is that of a job with this picture, strength and size.
+
+
+DEFAULT_STRENGTH = 0.4
+FROM_PICTURES = frozenset(("image", "strength"))
+_PICTURE = "the first picture"
+
+
+def call_of_second_pass(first: CallSignature) -> CallSignature | None:
+    """None if no such pipeline begins with a picture."""
+    taken = first.arguments.keys()
+    if taken >= FROM_PICTURES:
+        return None if "mask_image" in taken else first
+    return _sibling(first.pipeline_class)
+
+
+@functools.cache
+def _sibling(name: str) -> CallSignature | None:
+    name = name.removesuffix("Pipeline") + "Img2ImgPipeline"
+    found = signature_of(name) if is_pipeline(name) else None
+    return found if found is not None and found.arguments.keys() >= FROM_PICTURES else None
+
+
+def with_second_pass(spec: JobSpec, *, multiple: int) -> JobSpec:
+    """The job with defaults of its second pass, and the size of that, rounded down to a multiple."""
+    if (factor := spec.upscale) is None or spec.width is None or spec.height is None:
+        return spec
+    width, height = (int(side * factor + 1e-6) // multiple * multiple for side in (spec.width, spec.height))
+    strength, steps = spec.upscale_strength or DEFAULT_STRENGTH, spec.upscale_steps or spec.steps
+    return changed(spec, enlarged=(width, height), upscale_strength=strength, upscale_steps=steps)
+
+
+def with_refined(trajectory: Trajectory, spec: JobSpec) -> Trajectory:
+    num_steps = trajectory.num_steps + spec.num_refined
+    return replace(trajectory, num_steps=num_steps, num_refined=spec.num_refined)
+
+
+def second_pass(spec: JobSpec, call: CallSignature) -> JobSpec:
+    """The job that makes the same picture from that of the first pass, which stands in `image`."""
+    width, height = spec.made_size if "width" in call.arguments else (None, None)
+    nothing: dict[str, Any] = dict.fromkeys((*UPSCALE_FIELDS, "enlarged"))
+    return replace(
+        spec,
+        width=width,
+        height=height,
+        frames=None,
+        steps=spec.upscale_steps,
+        args={**(spec.args or {}), "strength": spec.upscale_strength},
+        image=_PICTURE,
+        reuse=None,
+        **nothing,
+    )
+
+
+def second_pass_problems(spec: JobSpec, first: CallSignature, *, is_picture: bool) -> Iterator[Problem]:
+    """`spec` has its defaults."""
+    if spec.upscale is None:
+        for name in UPSCALE_FIELDS[1:]:
+            yield from useless(spec, name, "belongs to upscale, which is missing; leave it out")
+        return
+    call, reason = call_of_second_pass(first), None
+    if not is_picture or call is None:
+        reason = f"needs image to image, which {first.pipeline_class} does not have; leave it out"
+    elif spec.enlarged is None:
+        reason = f"{first.pipeline_class} takes its size from its picture; give a larger one instead"
+    elif num_pictures(spec.args) > 1:
+        reason = "the second pass takes one picture; leave out args.num_images_per_prompt"
+    elif spec.sigmas is not None:
+        reason = "sigmas sets the steps of the first pass only; leave out sigmas or upscale"
+    elif spec.num_refined == 1:
+        made = f"upscale_strength {spec.upscale_strength:g} of {spec.upscale_steps} steps"
+        reason = f"{made} makes no step; raise one of them"
+    if reason is not None or call is None:
+        yield Problem.of("upscale", f"{spec.upscale:g}", reason or "")
+        return
+    yield from size_problems(*spec.made_size, multiple=(8, 8))
+    for problem in call.problems(second_pass(spec, call)):
+        yield replace(problem, accepted=f"{problem.accepted} (in the second pass, {call.pipeline_class})")

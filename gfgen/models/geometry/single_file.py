@@ -23,7 +23,6 @@ from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weight_files import (
     FLOAT8,
-    PART_OF_KEY,
     READ,
     SINGLE_FILE,
     SINGLE_SUFFIXES,
@@ -31,6 +30,7 @@ from gfgen.models.geometry.weight_files import (
     files_of_index,
     is_scale,
     part_of,
+    part_of_key,
     read_header,
     refuse_pointer,
 )
@@ -163,7 +163,7 @@ def _parts(files: Sequence[Path]) -> set[str]:
         weights = {name: entry["dtype"] for name, entry in header.items() if not is_scale(name)}
         if wrong := set(weights.values()) - _TYPES:
             raise ModelError(f"model {file}: weights of type {min(wrong)} are not supported; {READ}")
-        parts |= {PART_OF_KEY.get(name.partition(".")[0], "denoiser") for name in weights}
+        parts |= {part_of_key(name) for name in weights}
     if "denoiser" not in parts:
         raise ModelError(f"model {files[0]}: has no weights of a transformer or UNet, so it is no checkpoint")
     return parts

@@ -72,9 +72,8 @@ class VaeShape:
         total = _conv(volume, self.pixel_channels, dims[0], 27)
         downsample = (*self.temporal_downsample, None)
         for level, (before, after) in enumerate(itertools.pairwise(dims)):
-            total += _residual(volume, before, after) + (self.num_res_blocks - 1) * _residual(
-                volume, after, after
-            )
+            total += _residual(volume, before, after)
+            total += (self.num_res_blocks - 1) * _residual(volume, after, after)
             in_time = downsample[level]
             if in_time is None:
                 continue
@@ -85,11 +84,8 @@ class VaeShape:
                 frames = (frames + 1) // 2
                 total += _conv(volume, after, after, 3)
         total += self._middle_flops(dims[-1], frames=frames, pixels=volume // frames)
-        return (
-            total
-            + _conv(volume, dims[-1], 2 * self.z_dim, 27)
-            + _conv(volume, 2 * self.z_dim, 2 * self.z_dim, 1)
-        )
+        total += _conv(volume, dims[-1], 2 * self.z_dim, 27)
+        return total + _conv(volume, 2 * self.z_dim, 2 * self.z_dim, 1)
 
     def _middle_flops(self, dim: int, *, frames: int, pixels: int) -> float:
         volume = frames * pixels
@@ -103,8 +99,5 @@ def _conv(volume: int, channels_in: int, channels_out: int, kernel: int) -> floa
 
 def _residual(volume: int, channels_in: int, channels_out: int) -> float:
     shortcut = 0.0 if channels_in == channels_out else _conv(volume, channels_in, channels_out, 1)
-    return (
-        _conv(volume, channels_in, channels_out, 27)
-        + _conv(volume, channels_out, channels_out, 27)
-        + shortcut
-    )
+    both = _conv(volume, channels_in, channels_out, 27) + _conv(volume, channels_out, channels_out, 27)
+    return both + shortcut

@@ -19,15 +19,6 @@ from gfgen.job.spec import JobSpec
 from gfgen.job.weighted import with_known_syntax
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
-from gfgen.models.geometry.reuse import reuse_problems, with_reuse
-from gfgen.models.geometry.rules import (
-    evaluations_key,
-    flow_problems,
-    latents_artifact,
-    max_text_tokens,
-    shift_of,
-    with_known_scheduler,
-)
 from gfgen.models.geometry.vae import VaeShape
 
 TEXT_TOKENS = 512
@@ -82,7 +73,7 @@ class WanGeometry:
 
     def resolve(self, spec: JobSpec) -> JobSpec:
         spec = with_known_syntax(with_recipe(spec, family=self.family))
-        spec = with_known_scheduler(spec, is_flow=True, own_class=self.scheduler_class)
+        spec = rules.with_known_scheduler(spec, is_flow=True, own_class=self.scheduler_class)
         filled = self._fill_scales(spec)
         width, height = rules.known(filled.width), rules.known(filled.height)
         frames = rules.known(filled.frames)
@@ -93,7 +84,7 @@ class WanGeometry:
             height=rules.floor_to_multiple(height, multiple[1]),
             frames=self._rounded_frames(frames),
         )
-        problems = [*self._field_problems(spec), *reuse_problems(filled)]
+        problems = [*self._field_problems(spec), *rules.reuse_problems(filled)]
         problems += rules.size_problems(width, height, multiple=multiple)
         if not any(problem.field in ("size", "frames") for problem in problems):
             problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
@@ -118,12 +109,12 @@ class WanGeometry:
     def shape_key(self, spec: JobSpec) -> str:
         key = f"{spec.width}x{spec.height}x{spec.frames}"
         key += ("+cfg" if self.uses_cfg(spec) else "") + ("+image" if spec.image else "")
-        return key + evaluations_key(spec)
+        return key + rules.evaluations_key(spec)
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
         latent = (1, *self._latent_shape(spec))
         names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
-        num_tokens = max_text_tokens(spec, TEXT_TOKENS)
+        num_tokens = rules.max_text_tokens(spec, TEXT_TOKENS)
         prompt = tuple((name, (1, num_tokens, self.text_dim), "float32") for name in names)
         state = ["sample", "last_sample", "model_output_0", "model_output_1"][: 1 + self.num_solver_tensors]
         sides = rules.known(spec.frames), rules.known(spec.height), rules.known(spec.width)
@@ -131,12 +122,14 @@ class WanGeometry:
         artifacts = (
             Artifact("prompt", prompt),
             Artifact("condition", self._condition_fields(spec)),
-            latents_artifact(spec, Artifact("latents", tuple((name, latent, "float32") for name in state))),
+            rules.latents_artifact(
+                spec, Artifact("latents", tuple((name, latent, "float32") for name in state))
+            ),
             Artifact("frames", (("frames", frames, "uint8"),)),
         )
         trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
         output = None if spec.scheduler else (latent, "float32")
-        return with_reuse(trajectory, spec, output=output, switch=self._switch(spec))
+        return rules.with_reuse(trajectory, spec, output=output, switch=self._switch(spec))
 
     def flops(self, spec: JobSpec, stage: Stage) -> float:
         branches = 2 if self.uses_cfg(spec) else 1
@@ -163,9 +156,8 @@ class WanGeometry:
         text_in = 2.0 * text * dim * (self.text_dim + dim)
         num_timesteps = tokens if self.family == "wan-ti2v" else 1
         modulation = 2.0 * num_timesteps * dim * (self.freq_dim + 7 * dim)
-        return (
-            self.num_layers * (self_attention + cross_attention + feed_forward) + ends + text_in + modulation
-        )
+        per_layer = self_attention + cross_attention + feed_forward
+        return self.num_layers * per_layer + ends + text_in + modulation
 
     def _switch(self, spec: JobSpec) -> int | None:
         """The first step of the second expert; None if one expert runs all steps.
@@ -194,11 +186,8 @@ class WanGeometry:
         if spec.image is None:
             return ()
         channels, frames, height, width = self._latent_shape(spec)
-        if self.has_two_experts:
-            channels += self.temporal_factor
-        else:
-            frames = 1
-        return (("condition", (1, channels, frames, height, width), "float32"),)
+        size = (channels + self.temporal_factor, frames) if self.has_two_experts else (channels, 1)
+        return (("condition", (1, *size, height, width), "float32"),)
 
     def _rounded_frames(self, frames: int) -> int:
         if frames % self.temporal_factor == 1:
@@ -207,8 +196,8 @@ class WanGeometry:
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         own = self.scheduler_class
-        yield from flow_problems(spec, own_class=own, call="WanPipeline", most_tokens=TEXT_TOKENS)
-        if (shift := shift_of(spec)) is not None and spec.flow_shift not in (None, shift):
+        yield from rules.flow_problems(spec, own_class=own, call="WanPipeline", most_tokens=TEXT_TOKENS)
+        if (shift := rules.shift_of(spec)) is not None and spec.flow_shift not in (None, shift):
             yield Problem.of("flow_shift", spec.flow_shift, "scheduler has another one; give one of them")
         if (spec.scheduler or {}).get("use_dynamic_shifting"):
             reason = "this model's shift does not depend on the size; leave it out"
@@ -222,11 +211,8 @@ class WanGeometry:
             yield from rules.useless(spec, "guidance_scale_2", reason)
             yield from rules.useless(spec, "boundary_ratio", reason)
         if self.family in ("wan-moe-t2v", "wan-t2v"):
-            yield from rules.useless(
-                spec,
-                "image",
-                "this model makes videos from text only; Wan2.2-TI2V-5B and Wan2.2-I2V-A14B take an image",
-            )
+            others = "Wan2.2-TI2V-5B and Wan2.2-I2V-A14B take an image"
+            yield from rules.useless(spec, "image", f"this model makes videos from text only; {others}")
         if self.family == "wan-moe-i2v" and spec.image is None:
             yield Problem.of("image", None, "this model animates a picture; give the path of one")
         yield from rules.whole_problems(spec, "frames", low=1, high=MAX_FRAMES)
@@ -239,7 +225,7 @@ class WanGeometry:
 
     def _fill_scales(self, spec: JobSpec) -> JobSpec:
         """Fill in defaults. A single guidance scale applies to both experts, as in the pipeline."""
-        spec = rules.changed(spec, flow_shift=shift_of(spec)) if spec.flow_shift is None else spec
+        spec = rules.changed(spec, flow_shift=rules.shift_of(spec)) if spec.flow_shift is None else spec
         if self.has_two_experts and spec.guidance_scale is not None and spec.guidance_scale_2 is None:
             spec = replace(spec, guidance_scale_2=spec.guidance_scale)
         return rules.fill_defaults(spec, self.defaults)
@@ -274,22 +260,17 @@ def _family_of(checkpoint: Checkpoint) -> str:
     """Which of the Wan models this is, from model_index.json and the channels of its transformer."""
     where = checkpoint.path / "model_index.json"
     checkpoint.check_components("a Wan pipeline")
-    if checkpoint.class_of("scheduler") not in SCHEDULERS:
-        known = " or ".join(SCHEDULERS)
-        raise ModelError(
-            f"{where}: scheduler {checkpoint.class_of('scheduler')} is not supported; {known} is"
-        )
+    if (scheduler := checkpoint.class_of("scheduler")) not in SCHEDULERS:
+        raise ModelError(f"{where}: scheduler {scheduler} is not supported; {' or '.join(SCHEDULERS)} is")
     if checkpoint.configs["transformer"].get("image_dim") is not None:
         raise ModelError(f"{where}: Wan 2.1 image to video (CLIP image encoder) is not supported; Wan 2.2 is")
     from_image = checkpoint.value("transformer", "in_channels") > checkpoint.value("vae", "z_dim")
+    has_second = checkpoint.class_of("transformer_2") is not None
     if checkpoint.index.get("expand_timesteps"):
         return "wan-ti2v"
-    if (
-        checkpoint.class_of("transformer_2") is not None
-        and checkpoint.index.get("boundary_ratio") is not None
-    ):
+    if has_second and checkpoint.index.get("boundary_ratio") is not None:
         return "wan-moe-i2v" if from_image else "wan-moe-t2v"
-    if from_image or checkpoint.class_of("transformer_2") is not None:
+    if from_image or has_second:
         raise ModelError(
             f"{where}: this Wan variant is not supported; TI2V-5B, T2V-A14B, I2V-A14B and 2.1 T2V are"
         )

@@ -42,13 +42,8 @@ VARIANTS = ("bf16", "fp16")
 SINGLE_FILE = "single_file"
 """How links to a published file with the weights of several components begin (single_file.py)."""
 SINGLE_SUFFIXES = (".safetensors", ".gguf")
-PART_OF_KEY = {
-    "first_stage_model": "vae",
-    "vae": "vae",
-    "cond_stage_model": "text",
-    "conditioner": "text",
-    "text_encoders": "text",
-}
+_PART_OF_KEY = dict.fromkeys(("first_stage_model", "vae"), "vae")
+_PART_OF_KEY |= dict.fromkeys(("cond_stage_model", "conditioner", "text_encoders"), "text")
 """The part of a model that keys of a published file with this beginning belong to. Others: "denoiser".
 Source: diffusers 0.42 loaders/single_file_utils.py."""
 
@@ -131,6 +126,11 @@ def part_of(component: str) -> str | None:
     return "vae" if component == "vae" else "text" if component.startswith("text_encoder") else None
 
 
+def part_of_key(name: str) -> str:
+    """The part that a tensor of a published file is of."""
+    return _PART_OF_KEY.get(name.partition(".")[0], "denoiser")
+
+
 def own_tensors(path: Path) -> Mapping[str, Any]:
     """The tensors of a safetensors file that belong to the component in whose folder it is.
 
@@ -140,11 +140,7 @@ def own_tensors(path: Path) -> Mapping[str, Any]:
     if not is_published(path):
         return header
     part = None if path.parent.name.startswith("text_encoder_") else part_of(path.parent.name)
-    return {
-        name: entry
-        for name, entry in header.items()
-        if PART_OF_KEY.get(name.partition(".")[0], "denoiser") == part
-    }
+    return {name: entry for name, entry in header.items() if part_of_key(name) == part}
 
 
 def check_weights(files: Sequence[Path], *, is_quantised: bool = False) -> None:
@@ -211,15 +207,12 @@ def read_header(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(
-            f"{path}: its header is broken ({size_bytes:,} bytes in all), {_REMOVE}; {_AGAIN}"
-        ) from None
+        reason = f"its header is broken ({size_bytes:,} bytes in all)"
+        raise ModelError(f"{path}: {reason}, {_REMOVE}; {_AGAIN}") from None
     expected = _LENGTH.size + length + max(ends, default=0)
     if size_bytes != expected:
-        raise ModelError(
-            f"{path}: has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged, "
-            f"{_REMOVE}; {_AGAIN}"
-        )
+        reason = f"has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged"
+        raise ModelError(f"{path}: {reason}, {_REMOVE}; {_AGAIN}")
     assert header is not None
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
@@ -232,9 +225,8 @@ def refuse_pointer(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
     if is_pointer:
-        raise ModelError(
-            f"{path}: is a pointer of git-lfs in place of the file; run 'git lfs pull' in that folder"
-        )
+        reason = "is a pointer of git-lfs in place of the file; run 'git lfs pull' in that folder"
+        raise ModelError(f"{path}: {reason}")
 
 
 def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -264,10 +256,8 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
         weights = {name for name in entries if not is_scale(name)}
         for name in sorted(weights - scales.keys()):
             if entries[name]["dtype"] in FLOAT8 and len(entries[name]["shape"]) > 1:
-                raise ModelError(
-                    f"{_shown(places[name])}: {name} is in fp8 and lacks its scale, which other names imply; "
-                    f"{_AGAIN}"
-                )
+                reason = "is in fp8 and lacks its scale, which other names imply"
+                raise ModelError(f"{_shown(places[name])}: {name} {reason}; {_AGAIN}")
 
 
 def _check_finite(path: Path, scales: Mapping[str, Any], header: Mapping[str, Any]) -> None:

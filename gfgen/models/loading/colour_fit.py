@@ -68,13 +68,10 @@ def _pair(vae: Any, video_CTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         latents = (latents - mean) / std
     else:
         latents = (latents - (config.shift_factor or 0.0)) * config.scaling_factor
-    num_missing = (
-        3 if video_CTHW.shape[1] > 1 else 0
-    )  # the first latent frame stands for 1 frame, others for 4
+    num_missing = 3 if video_CTHW.shape[1] > 1 else 0  # the first latent frame has one frame, others four
     padded = functional.pad(video_CTHW[None], (0, 0, 0, 0, num_missing, 0), mode="replicate")
-    colours = functional.adaptive_avg_pool3d(
-        padded[0], latents.shape[1:] if is_video else (1, *latents.shape[1:])
-    )
+    size = latents.shape[1:] if is_video else (1, *latents.shape[1:])
+    colours = functional.adaptive_avg_pool3d(padded[0], size)
     return latents.flatten(1).T, colours.flatten(1).T
 
 

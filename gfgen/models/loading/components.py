@@ -9,7 +9,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from transformers.utils import logging as transformers_logging
 from gfgen.errors import ModelError, in_one_line
 from gfgen.models.geometry.checkpoint import Checkpoint, OwnClass, read_checkpoint
 from gfgen.models.geometry.weight_files import (
-    PART_OF_KEY,
     is_published,
     is_scale,
     own_tensors,
     part_of,
+    part_of_key,
     scales_of,
     variant_of,
 )
@@ -97,13 +97,15 @@ def load_pipeline(
                     str(checkpoint), dtype=wanted, local_files_only=True, **models
                 )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = reason.partition(". If you want to instead")[0]  # advice for programmers
-        raise ModelError(
-            f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
-        ) from error
+        reason = first_line(error).partition(". If you want to instead")[0]  # advice for programmers
+        name = pipeline_class.__name__
+        raise ModelError(f"model {checkpoint}: cannot be loaded as {name}: {reason}") from error
     logger.info("loaded %s from %s on %s in %s", pipeline_class.__name__, checkpoint, device, dtype)
     return pipeline
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def load_component(checkpoint: Path, name: str, *, dtype: torch.dtype) -> Any:
@@ -247,7 +249,7 @@ def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict
         found |= load_single_file_checkpoint(str(path))
     scales = {weight: found[scale].float().flatten() for weight, scale in scales_of(found).items()}
     part, has_unet = part_of(component.folder.name), component.folder.name == "unet"
-    for name in [name for name in found if PART_OF_KEY.get(name.partition(".")[0], "denoiser") == part]:
+    for name in [name for name in found if part_of_key(name) == part]:
         tensor = found.pop(name)
         if is_scale(name):
             continue
@@ -257,17 +259,12 @@ def _published_tensors(component: ComponentFiles, *, dtype: torch.dtype) -> dict
         elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             tensor = tensor.to(dtype)
         elif getattr(getattr(tensor, "quant_type", None), "name", None) == "BF16":
-            tensor = _plain_bf16(tensor)
+            from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
+
+            # diffusers leaves it as bytes if its layer is not linear
+            tensor = dequantize_gguf_tensor(tensor).bfloat16()
         found[name if has_unet else name.removeprefix("model.diffusion_model.")] = tensor
     return found
-
-
-def _plain_bf16(tensor: Any) -> Tensor:
-    """A tensor that GGUF has in bf16, which diffusers leaves as bytes if its layer is not linear."""
-    from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
-
-    plain: Tensor = dequantize_gguf_tensor(tensor)
-    return plain.bfloat16()
 
 
 def _from_published(component: ComponentFiles, *, dtype: torch.dtype) -> Any:
@@ -322,24 +319,19 @@ def weightless(files: Checkpoint, name: str) -> Any:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Inside, diffusers and transformers log errors only."""
-    levels = {library: library.get_verbosity() for library in (diffusers_logging, transformers_logging)}
-    for library in levels:
-        library.set_verbosity_error()
-    try:
+    with ExitStack() as stack:
+        for library in (diffusers_logging, transformers_logging):
+            stack.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
         yield
-    finally:
-        for library, level in levels.items():
-            library.set_verbosity(level)
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Inside, diffusers and transformers show no progress bars, which would disturb the run's display."""
-    shown = [lib for lib in (diffusers_logging, transformers_logging) if lib.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
+    with ExitStack() as stack:
+        for library in (diffusers_logging, transformers_logging):
+            if library.is_progress_bar_enabled():
+                stack.callback(library.enable_progress_bar)
+                library.disable_progress_bar()
         yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()

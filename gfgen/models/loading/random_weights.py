@@ -6,6 +6,11 @@ device: the seed of each parameter follows from its name.
 
 Activations stay finite at any depth: matrices have the spread of torch's linear layers, norms are 1,
 biases 0.
+
+    python -m gfgen.models.loading.random_weights DIR [NAME...]
+
+makes the tiny models. They run the same code as the full-size models, at a size for one CPU core. 24 heads
+allow every degree from 1 to 8. The bytes are reproducible.
 """
 
 from __future__ import annotations
@@ -14,12 +19,17 @@ import hashlib
 import importlib
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
@@ -29,10 +39,17 @@ from transformers import AutoConfig, Qwen2Tokenizer, T5Tokenizer
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME, VOCABULARIES, Checkpoint, read_checkpoint
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import is_published
 from gfgen.models.geometry.weights import component_files, has_weights
-from gfgen.models.loading.components import load_component, read_scales, scaled, without_progress_bars
+from gfgen.models.loading.components import (
+    first_line,
+    load_component,
+    read_scales,
+    scaled,
+    without_progress_bars,
+)
 from gfgen.models.streaming.placing import IN_PLACE, Placing
 from gfgen.system.wording import first_of
 
@@ -60,7 +77,11 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def t5_tokenizer() -> Any:
-    return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
+    """From pieces and their log probabilities; the first three are where T5 expects them."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"\u2581{word}", -4.0) for word in WORD_LIST.split()]
+    characters = [("\u2581", -6.0)] + [(chr(code), -9.0) for code in range(33, 127)]
+    return T5Tokenizer(vocab=special + words + characters, extra_ids=0)
 
 
 def qwen_tokenizer() -> Any:
@@ -74,24 +95,13 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def _t5_vocabulary() -> list[tuple[str, float]]:
-    """Pieces and their log probabilities; the first three are where T5 expects them."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [(f"\u2581{word}", -4.0) for word in WORD_LIST.split()]
-    characters = [("\u2581", -6.0)] + [(chr(code), -9.0) for code in range(33, 127)]
-    return special + words + characters
-
-
 def _qwen_merges() -> list[tuple[str, str]]:
     """Merges that build each word letter by letter; those of the template come first."""
     space = "\u0120"  # how byte-level tokenizers write a blank
     template = QWEN_TEMPLATE.replace(",", "").replace(":", "").split()
     starts = ["Describe", "system", "user", "assistant"]
-    words = (
-        starts
-        + [space + word for word in template if word not in starts]
-        + [space + word for word in WORD_LIST.split()]
-    )
+    others = [word for word in template if word not in starts] + WORD_LIST.split()
+    words = starts + [space + word for word in others]
     merges = {(word[:end], word[end]): None for word in words for end in range(1, len(word))}
     return list(merges)
 
@@ -127,24 +137,15 @@ def random_pipeline(
     own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
-            names = [name for name, entry in files.index.items() if isinstance(entry, list)]
-            parts: dict[str, Any] = {}
-            for name in names:
-                parts[name] = _made(files, name, device=device, dtype=own.get(name, dtype), placing=placing)
-            flags = {
-                name: value
-                for name, value in files.index.items()
-                if not name.startswith("_") and not isinstance(value, list)
-            }
-            pipeline = pipeline_class(**parts, **flags)
+            given = {name: value for name, value in files.index.items() if not name.startswith("_")}
+            for name in [name for name, value in given.items() if isinstance(value, list)]:
+                given[name] = _made(files, name, device=device, dtype=own.get(name, dtype), placing=placing)
+            pipeline = pipeline_class(**given)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
-        ) from error
-    logger.info(
-        "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
-    )
+        reason = f"cannot be made as {pipeline_class.__name__}: {first_line(error)}"
+        raise ModelError(f"model {checkpoint}: {reason}") from error
+    name = pipeline_class.__name__
+    logger.info("made %s of %s on %s in %s: random weights", name, checkpoint, device, dtype)
     return pipeline
 
 
@@ -306,3 +307,60 @@ def _check_there(where: str, lacking: Collection[str]) -> None:
     if lacking:
         reason = "the files of the model have changed since it was loaded"
         raise ModelError(f"{where}: lacks {', '.join(first_of(sorted(lacking), 'weight'))}; {reason}")
+
+
+# Tiny models ----------------------------------------------------------------------------------------
+
+
+TINY = tuple(sorted(path.name for path in CONFIGS.glob("tiny-*")))
+
+
+def make_tiny(directory: Path, names: Sequence[str] = TINY) -> list[Path]:
+    """The directories of the tiny models of these names (all by default), made where missing.
+
+    Each is written to a temporary folder and renamed, so it appears complete or not at all.
+
+    Raises: ModelError for an unknown name or a directory that cannot be written.
+    """
+    for name in names:
+        if name not in TINY:
+            raise ModelError(f"tiny model {name!r} is unknown; there are {', '.join(TINY)}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return [_make_one(directory, name) for name in names]
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); give a directory that can"
+        raise ModelError(f"{directory}: {reason}") from error
+
+
+def _make_one(directory: Path, name: str) -> Path:
+    final = directory / name
+    if final.is_dir():
+        return final
+    os.umask(umask := os.umask(0))
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
+    try:
+        write_tiny(CONFIGS / name, partial)
+        for path in (partial, *partial.rglob("*")):  # mkdtemp and safetensors make them private
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        os.rename(partial, final)
+    except OSError:
+        if not final.is_dir():  # else another process made the same bytes first
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def write_tiny(configs: Path, folder: Path) -> None:
+    kind = getattr(diffusers, read_checkpoint(configs, with_weights=False).pipeline_class)
+    pipeline = random_pipeline(kind, configs, device="cpu", dtype=torch.float32)
+    pipeline.save_pretrained(str(folder))
+    shutil.copyfile(configs / SETTINGS_NAME, folder / SETTINGS_NAME)
+
+
+if __name__ == "__main__":
+    try:
+        make_tiny(Path(sys.argv[1]), sys.argv[2:] or TINY)
+    except ModelError as error:
+        sys.exit(str(error))

@@ -34,12 +34,8 @@ _MAIN = ("transformer", "unet")
 _FLATTENED: dict[str, tuple[str, ...]] = dict.fromkeys(("lora_unet_", "lora_transformer_", "lycoris_"), _MAIN)
 _FLATTENED |= {f"lora_te{idx}_": ("text_encoder",) for idx in ("", 1)} | {"lora_te2_": ("text_encoder_2",)}
 """Beginnings of flattened names, and the models that they stand for."""
-_PAIRS = (
-    ("lora_A", "lora_B"),
-    ("lora_down", "lora_up"),
-    ("lora.down", "lora.up"),
-    ("lora_linear_layer.down", "lora_linear_layer.up"),
-)
+_PAIRS = [("lora_A", "lora_B")]
+_PAIRS += [(f"{name}down", f"{name}up") for name in ("lora_", "lora.", "lora_linear_layer.")]
 _WHOLE = ("alpha", "diff", "diff_b", *(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b")))
 _KINDS = {f"{down}.weight": "down" for down, _ in _PAIRS} | {f"{up}.weight": "up" for _, up in _PAIRS}
 _KINDS |= {f"{up}.bias": "up_bias" for _, up in _PAIRS} | {name: name for name in _WHOLE}
@@ -291,10 +287,9 @@ def _place(
     changed = names if kinds.keys() - {"up_bias", "diff_b", "alpha"} else []
     changed = [*changed, *(biases if kinds.keys() & {"up_bias", "diff_b"} else [])]
     parameters = {name.removeprefix(f"{component}."): math.prod(weights[name]) for name in changed}
+    scaling = settings.scaling(component, module, rank)
     if parameters:
-        match.placed.append(
-            Placed(component, parts, kinds, parameters, settings.scaling(component, module, rank))
-        )
+        match.placed.append(Placed(component, parts, kinds, parameters, scaling))
 
 
 def _fit(shapes: Shapes, weight: Sequence[int]) -> bool:

@@ -183,13 +183,13 @@ class _Model:
     def set(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Make these changes to the original weights, each times a scale, and no others."""
         self._run_beside(wanted)
-        weights = {name: x for name, x in self._weights.items() if not isinstance(x, FixedWeight)}
+        weights = self._changeable()
         wanted = {name: changes for name, changes in wanted.items() if name in weights}
         if self._stream is not None:
             streamed = [name for name in wanted if self._stream.streams(name, weights[name])]
             if self._stream.move(streamed):
                 self._weights = {}  # views
-                weights = {name: x for name, x in self.weights.items() if not isinstance(x, FixedWeight)}
+                weights = self._changeable()
             rows = {name: x for name in streamed if isinstance(x := weights[name], QuantisedRows)}
             plain = (name for name in streamed if name not in rows)
             patches = {name: _adding(wanted[name], to=weights[name]) for name in plain}
@@ -239,6 +239,9 @@ class _Model:
                 change.move(torch.device("cpu"))
             copies[name].copy_(weight)
         self._rewritten = wanted
+
+    def _changeable(self) -> dict[str, Tensor | QuantisedRows]:
+        return {name: x for name, x in self.weights.items() if not isinstance(x, FixedWeight)}
 
     def _run_beside(self, wanted: Mapping[str, Sequence[tuple[_Change, float]]]) -> None:
         """Let these changes, and no others, run beside layers that keep their weights."""
@@ -308,42 +311,11 @@ def _block(num_bytes: int, *, is_pinned: bool) -> Tensor:
 
 
 @dataclass(slots=True, eq=False)
-class _Product:
-    """The product of two matrices, times alpha / divisor, for one parameter.
+class _Change:
+    """What is computed from a few tensors, times alpha / divisor, for one parameter.
 
     `add` does to `source` what peft's `merge` does to the layer's own parameter.
     """
-
-    parameter: str
-    up: Tensor
-    down: Tensor
-    alpha: float
-    divisor: float
-
-    def move(self, device: torch.device) -> None:
-        self.up, self.down = self.up.to(device), self.down.to(device)
-
-    def beside(self, x: Tensor, scale: float) -> Tensor:
-        """What peft's `forward` adds to the layer's result, in the same order."""
-        inner = nn.functional.linear(x.to(self.down.dtype), self.down)
-        return nn.functional.linear(inner, self.up) * (scale * self.alpha / self.divisor)
-
-    def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
-        self.move(out.device)
-        scale = scale * self.alpha / self.divisor
-        if out.is_cuda:
-            from gfgen.models.lora import low_rank
-
-            low_rank.add_product(source, self.up, self.down, scale, out=out)
-            return
-        dtype = torch.float32 if self.up.dtype in (torch.float16, torch.bfloat16) else self.up.dtype
-        product = (self.up.to(dtype) @ self.down.to(dtype)) * scale  # in half precision, as peft does
-        torch.add(source, product.to(self.up.dtype), out=out)
-
-
-@dataclass(slots=True, eq=False)
-class _Computed:
-    """Another change that is computed from a few tensors, times alpha / divisor."""
 
     parameter: str
     tensors: Sequence[Tensor]
@@ -355,21 +327,33 @@ class _Computed:
         self.tensors = [each.to(device) for each in self.tensors]
 
     def beside(self, x: Tensor, scale: float) -> Tensor:
-        """The change is computed anew each time, because only its tensors have room."""
-        dtype = self.tensors[0].dtype
-        return nn.functional.linear(x.to(dtype), self._change(scale, dtype, (-1, x.shape[-1])))
+        """What peft's `forward` adds to the layer's result, in the same order.
+
+        Other changes than products are computed each time, because only their tensors have room.
+        """
+        x = x.to(self.tensors[0].dtype)
+        if self.compute is torch.matmul:
+            up, down = self.tensors
+            inner = nn.functional.linear(x, down)
+            return nn.functional.linear(inner, up) * (scale * self.alpha / self.divisor)
+        return nn.functional.linear(x, self._change(scale, x.dtype, (-1, x.shape[-1])))
 
     def add(self, source: Tensor, scale: float, *, out: Tensor) -> None:
         self.move(out.device)
-        torch.add(source, self._change(scale, out.dtype, source.shape), out=out)
+        if out.is_cuda and self.compute is torch.matmul:
+            from gfgen.models.lora import low_rank
+
+            up, down = self.tensors
+            low_rank.add_product(source, up, down, scale * self.alpha / self.divisor, out=out)
+        else:
+            torch.add(source, self._change(scale, out.dtype, source.shape), out=out)
 
     def _change(self, scale: float, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         change = self.compute(*(each.to(wide) for each in self.tensors)).reshape(shape)
-        return (change * (scale * self.alpha / self.divisor)).to(dtype)
+        return (change * (scale * self.alpha / self.divisor)).to(dtype)  # in half precision, as peft does
 
 
-_Change = _Product | _Computed
 _Weight = Tensor | QuantisedRows | FixedWeight
 
 
@@ -407,18 +391,18 @@ def _layer_changes(
             up, down, shape = share(own["up"]), own["down"], weights[name].shape
             if len(shape) == 2:
                 up, down = up.reshape(len(up), -1), down.reshape(len(down), -1)
-                yield _Product(name, up.contiguous(), down.contiguous(), *scaling)
+                yield _Change(name, (up.contiguous(), down.contiguous()), torch.matmul, *scaling)
             else:
-                yield _Computed(name, (up, down), partial(_convolved, shape), *scaling)
+                yield _Change(name, (up, down), partial(_convolved, shape), *scaling)
         if factors := [own[key] for key in sorted(own) if key.startswith("lokr_")]:
             num_left = sum(key.startswith("lokr_w1") for key in own)
-            yield _Computed(name, factors, partial(_kronecker, num_left, share), *scaling)
+            yield _Change(name, factors, partial(_kronecker, num_left, share), *scaling)
         if "diff" in own:
-            yield _Computed(name, (share(own["diff"]),), torch.clone)
+            yield _Change(name, (share(own["diff"]),), torch.clone)
         for key, by in (("up_bias", scaling), ("diff_b", (1.0, 1.0))):
             if key in tensors:
                 bias = share(tensors[key]).to(weights[f"{part}.bias"].dtype)
-                yield _Computed(f"{part}.bias", (bias,), torch.clone, *by)
+                yield _Change(f"{part}.bias", (bias,), torch.clone, *by)
 
 
 def _scaling(layer: Placed, tensors: Mapping[str, Tensor]) -> tuple[float, float]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +88,7 @@ class _Call:
         """The result's shapes. The first call of its shape is evaluated for them, by this rank alone."""
         form = _form(self.arguments.arguments)
         if form not in self.results:
-            with _active(None if parallel is None else rehearsal(parallel)), held(_ANSWER, None):
+            with active(None if parallel is None else rehearsal(parallel)), held(_ANSWER, None):
                 self.note(evaluate_itself(self.transformer, self.arguments))
         return self.results[form]
 
@@ -105,14 +105,11 @@ class _Call:
             part = None if own is None else torch.stack(own_leaves)
             joined = self._gathered(torch.stack(leaves), part, sizes, parallel.cfg)
             return tree_unflatten(list(joined.unbind()), structure)
-        parts = zip(leaves, own_leaves, strict=True)
-        return tree_unflatten(
-            [
-                leaf if leaf is None else self._gathered(leaf, part, sizes, parallel.cfg)
-                for leaf, part in parts
-            ],
-            structure,
-        )
+        made = [
+            leaf if leaf is None else self._gathered(leaf, part, sizes, parallel.cfg)
+            for leaf, part in zip(leaves, own_leaves, strict=True)
+        ]
+        return tree_unflatten(made, structure)
 
     def _gathered(self, whole: Any, part: Tensor | None, sizes: Sequence[int], halves: Collectives) -> Tensor:
         """One tensor of a result, from the parts of each half; `whole` is on the device `meta`."""
@@ -177,23 +174,21 @@ def shared_step(
     if parallel is None or parallel.cfg.size == 1:
 
         def answer(call: _Call) -> Any:
-            with _active(parallel), held(_ANSWER, None):
+            with active(parallel), held(_ANSWER, None):
                 result = evaluate(call.transformer, call.arguments)
             if notes_shapes:
                 call.note(result)
             return result
 
         is_answered = notes_shapes or evaluate is not evaluate_itself
-        with held(_ANSWER, answer) if is_answered else _active(parallel):
+        with held(_ANSWER, answer) if is_answered else active(parallel):
             return step()
     calls: list[_Call] = []
 
     def note(call: _Call) -> Any:
         # What the step changes in place later is not what it has called with.
         given = tree_map_only(Tensor, torch.clone, dict(call.arguments.arguments))
-        calls.append(
-            _Call(call.transformer, inspect.BoundArguments(call.arguments.signature, given), call.results)
-        )
+        calls.append(replace(call, arguments=inspect.BoundArguments(call.arguments.signature, given)))
         return _unknown(call.result_on_meta(parallel), _device_of(call.samples))
 
     with held(_ANSWER, note):
@@ -227,10 +222,6 @@ def _evaluated(calls: Sequence[_Call], parallel: Parallel, evaluate: Evaluate) -
     return [call.joined(own, sizes, parallel) for call, own, sizes in parts]
 
 
-def _active(parallel: Parallel | None) -> AbstractContextManager[None]:
-    return nullcontext() if parallel is None else active(parallel)
-
-
 def _unknown(result: Any, device: torch.device) -> Any:
     def unknown(x: Tensor) -> Tensor:
         is_number = x.is_floating_point() or x.is_complex()
@@ -250,5 +241,4 @@ def _form(arguments: Any) -> object:
 def _device_of(samples: Any) -> torch.device:
     while isinstance(samples, list):
         samples = samples[0]
-    device: torch.device = samples.device
-    return device
+    return samples.device  # type: ignore[no-any-return]

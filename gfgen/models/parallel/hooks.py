@@ -20,17 +20,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.plans import (
-    PICTURE,
-    Change,
-    Count,
-    Cut,
-    CutStreams,
-    Entry,
-    Gather,
-    Refused,
-    plan_of,
-)
+from gfgen.models.parallel import plans
 from gfgen.models.parallel.sequence_parallel import Sharing, attend, attend_BHLD, present_sharing
 
 
@@ -39,7 +29,7 @@ def install(transformer: torch.nn.Module) -> None:
 
     Raises: ModelError for a class without a plan, or with an unsupported one.
     """
-    plan = plan_of(transformer)
+    plan = plans.plan_of(transformer)
     for pattern, entry in plan.changes.items():
         for module in _modules(transformer, pattern):
             _hook(module, entry)
@@ -83,7 +73,7 @@ def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module
     return found
 
 
-def _hook(module: torch.nn.Module, entry: Entry) -> None:
+def _hook(module: torch.nn.Module, entry: plans.Entry) -> None:
     """Hooks for one module: parameters by name are changed before it runs, outputs by index after."""
     inputs = {key: change for key, change in entry.items() if isinstance(key, str)}
     outputs = {key: change for key, change in entry.items() if isinstance(key, int)}
@@ -101,7 +91,7 @@ def _change_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    changes: Mapping[str, Change],
+    changes: Mapping[str, plans.Change],
     names: Sequence[str],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A pre-forward hook; a parameter may come by position or by name."""
@@ -111,14 +101,16 @@ def _change_inputs(
     by_name = dict(zip(names, args, strict=False)) | kwargs
     for name, change in changes.items():
         if by_name.get(name) is not None:
-            if isinstance(change, Refused):
+            if isinstance(change, plans.Refused):
                 raise ModelError(f"{type(module).__name__} with {name} cannot be shared among ranks")
             by_name[name] = _changed(by_name[name], change, sharing)
     positional = tuple(by_name.pop(name) for name in names[: len(args)])
     return positional + args[len(names) :], by_name
 
 
-def _change_outputs(module: torch.nn.Module, args: Any, output: Any, *, changes: Mapping[int, Change]) -> Any:
+def _change_outputs(
+    module: torch.nn.Module, args: Any, output: Any, *, changes: Mapping[int, plans.Change]
+) -> Any:
     """A forward hook: of what a module computes for all tokens (rotary tables), or for a shard."""
     sharing = present_sharing()
     if sharing is None:
@@ -129,7 +121,7 @@ def _change_outputs(module: torch.nn.Module, args: Any, output: Any, *, changes:
     return values[0] if isinstance(output, torch.Tensor) else tuple(values)
 
 
-def _changed(value: Any, change: Change, sharing: Sharing) -> Any:
+def _changed(value: Any, change: plans.Change, sharing: Sharing) -> Any:
     """What the rank has instead of a value."""
     if isinstance(value, dict):
         return {key: _changed(each, change, sharing) for key, each in value.items()}
@@ -137,18 +129,18 @@ def _changed(value: Any, change: Change, sharing: Sharing) -> Any:
         return type(value)(_changed(each, change, sharing) for each in value)
     lengths, ranks = sharing.stream_lengths, sharing.ranks
     match change:
-        case Gather(dim, stream):
+        case plans.Gather(dim, stream):
             return ranks.all_gather(value, dim=dim, sizes=shard_sizes(lengths[stream], ranks.size))
-        case Count(stream, at_end):
+        case plans.Count(stream, at_end):
             assert sharing.slot_1 is None, "a number of tokens depends on the slot, so nothing is recorded"
             return _count(value, lengths[stream], sharing, at_end=at_end)
-        case CutStreams(dim, streams):
+        case plans.CutStreams(dim, streams):
             parts = value.split([lengths[stream] for stream in streams], dim)
             return torch.cat([_shard(part, dim, sharing) for part in parts], dim)
-        case Cut(dim, stream, ndim, may_be_empty) if ndim in (None, value.dim()):
+        case plans.Cut(dim, stream, ndim, may_be_empty) if ndim in (None, value.dim()):
             if stream is not None:
                 length = lengths[stream] = int(value.shape[dim])
-                if length < ranks.size and (stream == PICTURE or not may_be_empty):
+                if length < ranks.size and (stream == plans.PICTURE or not may_be_empty):
                     raise LayoutError(f"{length} tokens cannot be shared among {ranks.size} ranks")
             return _shard(value, dim, sharing)
     return value

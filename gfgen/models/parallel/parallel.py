@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gfgen.gfc.group import Collectives, Exchanges, LayoutGroup
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Resharding
 from gfgen.layout import Degrees
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsalGroup(Exchanges):
+class RehearsalGroup(Collectives):
     """A group as one rank sees it whose other ranks take no part; see `group.Collectives`.
 
     What a shared forward needs before it runs without delay (kernels compiled and loaded) depends on shapes
@@ -35,9 +35,6 @@ class RehearsalGroup(Exchanges):
     size: int
     slot: int
     room_bytes: int | None
-
-    def beside(self, max_blocks: int) -> RehearsalGroup:
-        return self
 
     def _move(
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
@@ -71,7 +68,7 @@ class Parallel:
         return degrees if self.torus.size == 1 else (*degrees, self.torus.size)
 
 
-def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Parallel:
+def parallel_from(group: Collectives, *, num_chunks: int | None = None) -> Parallel:
     """The step's ranks, from the group of a whole layout. Involves no other rank."""
     return Parallel(
         cfg=group.subgroup("cfg_pair"),
@@ -84,17 +81,11 @@ def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Paral
 
 
 def rehearsal(parallel: Parallel) -> Parallel:
-    def alone(ranks: Collectives) -> RehearsalGroup:
-        return RehearsalGroup(ranks.size, ranks.slot, ranks.room_bytes)
-
-    return replace(
-        parallel,
-        cfg=alone(parallel.cfg),
-        sequence=alone(parallel.sequence),
-        ulysses=alone(parallel.ulysses),
-        ring=alone(parallel.ring),
-        torus=alone(parallel.torus),
-    )
+    groups = {name: getattr(parallel, name) for name in ("cfg", "sequence", "ulysses", "ring", "torus")}
+    alone: Any = {
+        name: RehearsalGroup(each.size, each.slot, each.room_bytes) for name, each in groups.items()
+    }
+    return replace(parallel, **alone)
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes
 from gfgen.layout import ALONE, Degrees, shard_bounds
-from gfgen.models.parallel.counted_attention import counted_attention
-from gfgen.models.parallel.fp8_attention import E4M3, fp8_attention
+from gfgen.models.parallel.cudnn_attention import E4M3, counted_attention, fp8_attention
 from gfgen.models.parallel.parallel import Parallel, held
 from gfgen.models.parallel.plans import ALL, KEYS, TEXT
 from gfgen.models.parallel.shared_attention import Attend, attention_to_shards, shared_attention
@@ -64,15 +63,17 @@ class Sharing:
 _SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 
 
-def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> AbstractContextManager[None]:
+def active(parallel: Parallel | None, *, slot_1: torch.Tensor | None = None) -> AbstractContextManager[None]:
     """Inside, the ranks of one branch share the forwards of transformers with hooks.
 
     All of these ranks make the same forwards. Each gives the whole inputs and gets the whole outputs, with
-    the same bits. If the branch has one rank, nothing is active.
+    the same bits. If the branch has one rank, or without `parallel`, nothing is active.
     slot_1: an int64 tensor that holds this rank's slot among those that share tokens, for forwards that are
     recorded in one slot and replayed in another one.
     """
-    return held(_SHARING, Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
+    if parallel is None or parallel.sequence.size == 1:
+        return held(_SHARING, None)
+    return held(_SHARING, Sharing(parallel, slot_1))
 
 
 def sharing_ranks() -> Collectives | None:
@@ -232,17 +233,7 @@ def sharded_attention(
 
 
 @sharded_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    scale: float | None,
-    backend: str | None,
-    text_length: int | None = None,
-    num_tokens_B: torch.Tensor | None = None,
-    streams: str = ALL,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 

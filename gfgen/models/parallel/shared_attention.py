@@ -29,7 +29,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.fp8_attention import E4M3, like_query, opened
+from gfgen.models.parallel.cudnn_attention import E4M3, like_query, opened
 from gfgen.models.parallel.parallel import Lane, Mark, Parallel
 
 
@@ -273,12 +273,8 @@ class SharedAttention:
 
     def _fetch(self, start: int, stop: int, *, is_alone: bool = False, is_only: bool = False) -> _Chunk:
         """Start to bring some heads. is_only: of one chunk, whose first exchange the task's stream makes."""
-        ulysses, ring, torus, lane = (
-            self._parallel.ulysses,
-            self._parallel.ring,
-            self._parallel.torus,
-            self._lane,
-        )
+        parallel, lane = self._parallel, self._lane
+        ulysses, ring, torus = parallel.ulysses, parallel.ring, parallel.torus
         tensors = tuple(x[:, :, start:stop] for x in self._inputs)
         heads = shard_sizes(stop - start, ulysses.size)
         mark: Mark = None
@@ -303,14 +299,12 @@ class SharedAttention:
         else:
             key_own, value_own = key, value
         if ring.size > 1:
-            near = start_ring(
-                key_own,
-                value_own,
-                ring=ring,
-                block_sizes=self._sizes.in_ring(torus.slot),
-                lane=lane,
-                in_arena=is_only and torus.size == 1,
-            )
+            blocks = self._sizes.in_ring(torus.slot)
+            sparing = ring.beside(next(number for least, number in BESIDE_RULES if sum(blocks) >= least))
+            in_arena = is_only and torus.size == 1  # the attention comes before other exchanges of the ring
+            with lane.beside():
+                found = sparing.gather_tokens(key_own, value_own, token_sizes=blocks, in_arena=in_arena)
+            near = Arriving(found[0], found[1], lane.mark())
         if torus.size > 1:
             far = self._keys_from_afar(key, value, of_torus)
         return _Chunk(query, key_own, value_own, mark, near, others, far, of_torus)
@@ -340,12 +334,14 @@ class SharedAttention:
         self._lane.join(chunk.mark)
         if chunk.far is not None and chunk.other_queries is not None:
             return self._in_torus(chunk, chunk.far, *chunk.other_queries)
-        own = chunk.key, chunk.value
-        if chunk.near is None:
-            return self._attend(chunk.query, *own, self._masks.near)
-        return ring_attention(
-            chunk.query, own, chunk.near, self._masks.near, lane=self._lane, scale=self._scale
-        )
+        mask, near, length = self._masks.near, chunk.near, chunk.key.shape[1]
+        if near is None:
+            return self._attend(chunk.query, chunk.key, chunk.value, mask)
+        own_mask, other_mask = (None, None) if mask is None else (mask[..., :length], mask[..., length:])
+        first = self._partial(chunk.query, chunk.key, chunk.value, own_mask)
+        self._lane.join(near.mark)
+        rest = self._partial(chunk.query, near.key[:, length:], near.value[:, length:], other_mask)
+        return merged((first, rest))
 
     def _in_torus(self, chunk: _Chunk, far: Arriving, others: Tensor, others_mark: Mark) -> Tensor:
         """Attention while queries of the torus arrive, then keys; the other ranks' results leave meanwhile.
@@ -436,42 +432,6 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def start_ring(
-    key: Tensor, value: Tensor, *, ring: Collectives, block_sizes: Sequence[int], lane: Lane, in_arena: bool
-) -> Arriving:
-    """Start to gather the ring's keys and values during what follows.
-
-    in_arena: the caller issues the attention to them before any other exchange of the ring.
-    Shapes: key, value [B, L, H, D] with any strides.
-    """
-    with lane.beside():
-        num_blocks = next(blocks for least, blocks in BESIDE_RULES if sum(block_sizes) >= least)
-        sparing = ring.beside(num_blocks)
-        keys, values = sparing.gather_tokens(key, value, token_sizes=block_sizes, in_arena=in_arena)
-    return Arriving(keys, values, lane.mark())
-
-
-def ring_attention(
-    query: Tensor,
-    own: tuple[Tensor, Tensor],
-    arriving: Arriving,
-    mask: Tensor | None,
-    *,
-    lane: Lane,
-    scale: float | None,
-) -> Tensor:
-    """Attention to all keys of the ring; the mask is in the order in which they arrive.
-
-    Shapes: query [B, L, H, D], mask bool [B, 1, 1, S] or None -> [B, L, H, D], fresh memory.
-    """
-    length = own[0].shape[1]
-    own_mask, other_mask = (None, None) if mask is None else (mask[..., :length], mask[..., length:])
-    first = attend_with_lse(query, *own, own_mask, scale=scale)
-    lane.join(arriving.mark)
-    others = arriving.key[:, length:], arriving.value[:, length:]
-    return merged((first, attend_with_lse(query, *others, other_mask, scale=scale)))
-
-
 def merged(parts: Sequence[Partial]) -> Tensor:
     """Attention to all keys, from attentions to some of them; in fp32 at least; 0 where all are masked."""
     lse_NBHL = torch.stack([part.lse for part in parts])
@@ -489,7 +449,7 @@ def attend_with_lse(
     """Attention to these keys alone, by the kernel that torch itself would choose.
 
     A block of keys may be empty or completely masked: its part then has no weight.
-    In fp8 (fp8_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
+    In fp8 (cudnn_attention.py) they are opened first, since cuDNN's attention in fp8 has no log-sum-exp here.
     Shapes: query [B, L, H, D], key and value [B, S, H, D], mask bool [B, 1, 1, S] or None.
     """
     if query.dtype == E4M3:

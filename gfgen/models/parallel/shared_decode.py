@@ -81,13 +81,21 @@ def install(vae: torch.nn.Module) -> None:
     """
     decoder: Any = vae.decoder
     for name, module in decoder.named_modules():
-        if isinstance(module, torch.nn.Conv3d):
-            _check_causal(module, name, of=type(vae).__name__)
+        is_known = True
+        if isinstance(module, torch.nn.Conv3d):  # it pads one row on either side, or none
+            form = module.kernel_size[1], module.stride[1], tuple(getattr(module, "_padding", ()))[2:4]
+            is_known = form in ((1, 1, (0, 0)), (3, 1, (1, 1)))
         elif isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
-            _check_flat(module, name, of=type(vae).__name__)
+            is_known = (module.kernel_size[0], module.padding, module.stride[0]) == (3, (1, 1), 1)
             module.register_forward_pre_hook(_widen)
             module.register_forward_hook(_cut)
-    _wrap_functional(sys.modules[type(vae).__module__])
+        if not is_known:
+            kind = type(vae).__name__
+            raise ModelError(f"{kind}: its decoder's {name} cannot be shared among ranks: {module}")
+    code: Any = sys.modules[type(vae).__module__]
+    if not isinstance(code.F, _Functional):
+        assert code.F is functional, f"{code.__name__} is wrapped already"
+        code.F = _Functional()
 
 
 def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> tuple[Tensor, int]:
@@ -165,22 +173,6 @@ def _fill(padded: Tensor, x: Tensor, pad: Sequence[int], bands: _Bands) -> None:
         inner[..., -1, :].copy_(below)
 
 
-def _wrap_functional(module: Any) -> None:
-    """Replace what a VAE's module calls `F`, unless that was done before."""
-    if isinstance(module.F, _Functional):
-        return
-    assert module.F is functional, f"{module.__name__} is wrapped already"
-    module.F = _Functional()
-
-
-def _check_causal(module: torch.nn.Conv3d, name: str, *, of: str) -> None:
-    """Refuse what does not pad one row on either side, or none, and go on row by row."""
-    _, rows, _ = module.kernel_size
-    padding = tuple(getattr(module, "_padding", ()))[2:4]
-    if (rows, padding) not in ((1, (0, 0)), (3, (1, 1))) or module.stride[1] != 1:
-        raise ModelError(f"{of}: its decoder's {name} cannot be shared among ranks: {module}")
-
-
 # Flat convolutions, whose padding is their own: they are given a row more on either side --------------
 
 
@@ -198,8 +190,3 @@ def _widen(module: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None
 def _cut(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor | None:
     """A forward hook: without the rows that are made from the module's own padding."""
     return None if _BANDS.get() is None else output[..., 1:-1, :]
-
-
-def _check_flat(module: torch.nn.Conv2d, name: str, *, of: str) -> None:
-    if (module.kernel_size[0], module.padding, module.stride[0]) != (3, (1, 1), 1):
-        raise ModelError(f"{of}: its decoder's {name} cannot be shared among ranks: {module}")

@@ -24,19 +24,9 @@ from gfgen.job.images import is_video, takes_frames
 from gfgen.job.spec import JobSpec
 from gfgen.job.weighted import Parts, weighted
 from gfgen.layout import Layout
+from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
 from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
-from gfgen.models.families.solver import (
-    NUM_SCHEDULERS,
-    can_extrapolate,
-    carry_outputs,
-    catching,
-    extrapolated,
-    giving,
-    keep_outputs,
-    scheduler_like,
-    watch_scheduler,
-)
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -45,15 +35,13 @@ from gfgen.models.fast.kernels import KernelChoice, using
 from gfgen.models.geometry.call import CallSignature
 from gfgen.models.geometry.model import Geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.rules import known
-from gfgen.models.geometry.upscale import call_of_second_pass, second_pass
+from gfgen.models.geometry.rules import call_of_second_pass, known, second_pass
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_class, load_pipeline, without_warnings
 from gfgen.models.parallel import hooks
 from gfgen.models.parallel.branches import Evaluate, evaluate_itself, shared_step, unevaluated, watch
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.stepping.program import NotSteppableError, sets_processors
-from gfgen.models.stepping.second_pass import enlarged, joined, parted
 from gfgen.models.stepping.stepper import IS_FINISHED, NUM_DONE, NUM_ITERATIONS, SEED, Stepper, is_finished
 from gfgen.models.stepping.values import changes_in_calls, pack, parts_of, unpack
 from gfgen.models.streaming.stream import stream_of
@@ -86,7 +74,7 @@ class PipelineAdapter(Adapter):
             channels_last(pipeline)
         self._shares_tokens = _prepare_sharing(pipeline, geometry)
         self.patches = Patches(pipeline)
-        self._calls = functools.lru_cache(2 * NUM_SCHEDULERS)(self._new_call)
+        self._calls = functools.lru_cache(2 * solver.NUM_SCHEDULERS)(self._new_call)
 
     def encode(self, spec: JobSpec) -> Fields:
         self.patches.merge(spec)
@@ -135,7 +123,8 @@ class PipelineAdapter(Adapter):
         """Each rank of a layout does the same."""
         first = as_frames(self._call(spec).decode(latents))
         signature = known(call_of_second_pass(self._signature))
-        picture = enlarged(first, known(spec.enlarged))
+        picture = Image.fromarray(first[0].cpu().numpy())  # as its PNG would be read
+        picture = picture.resize(known(spec.enlarged), Image.Resampling.LANCZOS)
         arguments = self.arguments(second_pass(spec, signature), signature, image=picture)
         call = self._call(spec, is_second=True)
         prompt = call.encode(arguments, seed=known(spec.seed))
@@ -148,11 +137,11 @@ class PipelineAdapter(Adapter):
 
         def afresh() -> Fields:  # two halves of a layout run an iteration twice
             caught.clear()
-            with catching(caught):
+            with solver.catching(caught):
                 return iteration()
 
         state = shared_step(afresh, parallel, self._evaluate, notes_shapes=True)
-        keep_outputs(state, given, caught, step=given.number(NUM_DONE))
+        solver.keep_outputs(state, given, caught, step=given.number(NUM_DONE))
         return state
 
     def approximate(
@@ -167,11 +156,11 @@ class PipelineAdapter(Adapter):
             num = latents.number(NUM_ITERATIONS)
             raise ModelError(f"reuse: the call has {num} iterations for {spec.steps} steps; leave reuse out")
         is_last = number == latents.number(NUM_ITERATIONS) - 1
-        if until == number or is_last or not can_extrapolate(latents):
+        if until == number or is_last or not solver.can_extrapolate(latents):
             return self.denoise(spec, prompt, condition, latents, step=step)
-        with giving(extrapolated(latents, step=number)), unevaluated():
+        with solver.giving(solver.extrapolated(latents, step=number)), unevaluated():
             state = call.step(prompt, condition, latents)
-        carry_outputs(state, latents)
+        solver.carry_outputs(state, latents)
         return state
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
@@ -218,14 +207,14 @@ class PipelineAdapter(Adapter):
         if is_second and (found := known(call_of_second_pass(self._signature))) is not self._signature:
             kind = getattr(diffusers, found.pipeline_class)
         if scheduler is not None or place or is_second:
-            made = scheduler_like(pipeline.scheduler, json.loads(scheduler or "{}"))
+            made = solver.scheduler_like(pipeline.scheduler, json.loads(scheduler or "{}"))
             parts, settings = kind._get_signature_keys(kind)
             given = {name: value for name, value in pipeline.config.items() if name in settings}
             given |= {name: part for name, part in pipeline.components.items() if name in parts}
             pipeline = kind(**{**given, "scheduler": made})
         for part in pipeline.components.values():
             if isinstance(part, diffusers.SchedulerMixin):
-                watch_scheduler(part)
+                solver.watch_scheduler(part)
         try:
             return Stepper(pipeline, device=self._device)
         except NotSteppableError as error:
@@ -278,6 +267,34 @@ class WholeCall:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self._pipeline(**args, generator=torch.Generator("cpu").manual_seed(seed))
+
+
+# A step hands on latents alone. In a second pass they hold the prompt and the condition of its own call, too.
+
+
+_PARTS = ("prompt", "condition", "")
+
+
+def joined(*artifacts: Fields) -> Fields:
+    """Prompt, condition and latents as latents; only the names of their own fields are without an @."""
+    made = Fields()
+    for part, fields in zip(_PARTS, artifacts, strict=True):
+        end = part and f"@{part}"
+        made.tensors |= {f"{name}{end}": tensor for name, tensor in fields.tensors.items()}
+        made.scalars |= {f"{name}{end}": value for name, value in fields.scalars.items()}
+    return made
+
+
+def parted(latents: Fields) -> list[Fields]:
+    """What was joined; the first is empty for latents of a first pass."""
+    parts = {part: Fields() for part in _PARTS}
+    for name, tensor in latents.tensors.items():
+        own, _, part = name.partition("@")
+        parts[part].tensors[own] = tensor
+    for name, value in latents.scalars.items():
+        own, _, part = name.partition("@")
+        parts[part].scalars[own] = value
+    return list(parts.values())
 
 
 def load_any(

@@ -3,9 +3,10 @@
     __call__      encode | prepare | for i, t in enumerate(timesteps): | decode
                                    |     one iteration                 |
 
-The parts are the statements of `__call__` itself, compiled from its source. Each runs in a namespace: a copy
-of the module's globals with the local variables in it. So every variable of the loop is at hand between two
-steps, also those that the pipeline hands to nobody (a second scheduler, the previous prediction).
+The call is compiled from its source as a generator that pauses behind `encode` and before each iteration, and
+that may also begin at such a place. Its local variables are in a namespace, a copy of the module's globals.
+So every variable of the loop is at hand between two steps, also those that the pipeline hands to nobody (a
+second scheduler, the previous prediction).
 
 Loops around the denoising loop (sections of a video) are walked by index, so a place in the call is one
 index per loop: the last one counts iterations of the denoising loop.
@@ -14,33 +15,28 @@ index per loop: the last one counts iterations of the denoising loop.
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import inspect
+import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 Namespace = dict[str, Any]
 Place = tuple[int, ...]
-Part = Callable[[Namespace], None]
 
 LOOPS = re.compile(r"timesteps|step_matrix|\brange\(.*steps\)")
 """What a denoising loop iterates over, in all pipelines of diffusers 0.42."""
+BEHIND_ENCODE: Place = ()
 
-_ITEM, _RESULT, _COMPLETED, _RETURNED = "__item", "__result", "__completed", "__returned"
+_CALL, _PLACE, _CHECKPOINT = "__call", "__place", "__checkpoint"
 
 
 class NotSteppableError(Exception):
     """A pipeline's call that cannot run step by step; the message says why, and where."""
-
-
-class Returned(BaseException):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +50,19 @@ class Checkpoint:
     num_iterations: int
     """Of all loops together, if the denoising loop is equally long in each iteration of the others."""
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Statements, then one that leads to the denoising loop, then statements."""
-
-    before: Part
-    nested: Block | Branch | Loop | None
-    after: Part
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """An `if` around the denoising loop."""
-
-    test: Part
-    block: Block
-    other: Part
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """The denoising loop (`block` is None), or one around it."""
-
-    items: Part
-    body: Part
-    """One iteration, or for a loop around the denoising loop only the assignment of its variables."""
-    block: Block | None
+    @staticmethod
+    def at(*levels: tuple[int, int]) -> Checkpoint:
+        """From index and length of each loop."""
+        place, lengths = zip(*levels, strict=True)
+        is_last = all(idx == length - 1 for idx, length in levels[:-1])
+        return Checkpoint(place, place[-1] == lengths[-1], is_last, math.prod(lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     signature: inspect.Signature
     globals: Namespace
-    encode: Part
-    """The statements up to the one that encodes the prompt; `block` begins behind it."""
-    block: Block
+    code: CodeType
     read_by_prepare: frozenset[str]
     """Names that anything behind `encode` may read."""
     read_by_steps: frozenset[str]
@@ -100,64 +73,16 @@ class Program:
 
     def namespace(self, local: Mapping[str, Any]) -> Namespace:
         """Where the parts run, with these local variables."""
-        return {**self.globals, _RETURNED: Returned, **local}
+        return {**self.globals, _CHECKPOINT: Checkpoint.at, **local}
 
-    def run(self, names: Namespace, place: Place | None = None) -> Iterator[Checkpoint]:
-        """Run from behind `encode`, or from a place, and pause at every checkpoint.
+    def run(self, names: Namespace, place: Place | None = None) -> Generator[Any, None, Any]:
+        """Run the call, or what follows a place; it returns what the call returns.
 
-        Between two checkpoints the denoising loop does at most one iteration. The first one is `place`.
-
-        Raises: Returned, when the call returns.
+        It pauses behind `encode`, without a checkpoint, and then at every checkpoint; the first one is
+        `place`. Between two checkpoints the denoising loop does at most one iteration.
         """
-        return _run_block(self.block, names, place, ())
-
-
-def _run_block(
-    block: Block, names: Namespace, place: Place | None, outer: tuple[tuple[int, int], ...]
-) -> Iterator[Checkpoint]:
-    """`outer` has index and length of each loop around the block."""
-    if place is None:
-        block.before(names)
-    if isinstance(block.nested, Block):
-        yield from _run_block(block.nested, names, place, outer)
-    elif isinstance(block.nested, Branch):
-        if place is None:
-            block.nested.test(names)
-        if place is not None or names.pop(_RESULT):
-            yield from _run_block(block.nested.block, names, place, outer)
-        else:
-            block.nested.other(names)
-    elif block.nested is not None:
-        yield from _run_loop(block.nested, names, place, outer)
-    block.after(names)
-
-
-def _run_loop(
-    loop: Loop, names: Namespace, place: Place | None, outer: tuple[tuple[int, int], ...]
-) -> Iterator[Checkpoint]:
-    loop.items(names)
-    items = list(names.pop(_RESULT))
-    first = place[0] if place else 0
-    for idx in range(first, len(items)):
-        at = (*outer, (idx, len(items)))
-        rest = place[1:] if place and idx == first else None
-        if loop.block is None:
-            yield _checkpoint(at)
-        if loop.block is None or rest is None:
-            names[_ITEM], names[_COMPLETED] = items[idx], False
-            loop.body(names)
-        if loop.block is not None:
-            yield from _run_block(loop.block, names, rest, at)
-        elif not names[_COMPLETED]:
-            break
-    if loop.block is None:
-        yield _checkpoint((*outer, (len(items), len(items))))
-
-
-def _checkpoint(at: tuple[tuple[int, int], ...]) -> Checkpoint:
-    num_iterations = functools.reduce(lambda product, level: product * level[1], at, 1)
-    is_last = all(idx == length - 1 for idx, length in at[:-1])
-    return Checkpoint(tuple(idx for idx, _ in at), at[-1][0] == at[-1][1], is_last, num_iterations)
+        exec(self.code, names)
+        return names.pop(_CALL)(place)  # type: ignore[no-any-return]
 
 
 def sets_processors(call: Callable[..., Any]) -> bool:
@@ -192,7 +117,6 @@ def program_of(call: Callable[..., Any]) -> Program:
 
 
 def _build(tree: ast.FunctionDef, path: Sequence[ast.stmt], function: Any) -> Program:
-    make = _Maker(function.__code__.co_filename)
     num_encode = _num_encode(tree.body[: tree.body.index(path[0])])
     rest = tree.body[num_encode:]
     loops = [node for node in path if isinstance(node, ast.For)]
@@ -204,16 +128,15 @@ def _build(tree: ast.FunctionDef, path: Sequence[ast.stmt], function: Any) -> Pr
     bound = {name for item in entered if item.optional_vars for name in changed_names([item.optional_vars])}
     read_by_decode = _read_by_each(behind) - bound
     read_by_steps = (_read_by_each(loops) | read_by_decode) - bound
-    return Program(
-        signature=inspect.signature(function),
-        globals=function.__globals__,
-        encode=make.part(tree.body[:num_encode], ()),
-        block=make.block(rest, path, ()),
-        read_by_prepare=frozenset(read_names(rest)),
-        read_by_steps=frozenset(read_by_steps),
-        read_by_decode=frozenset(read_by_decode),
-        changed=frozenset(changed_names([loops[0]])),
-    )
+    sets = {
+        "read_by_prepare": read_names(rest),
+        "read_by_steps": read_by_steps,
+        "read_by_decode": read_by_decode,
+        "changed": changed_names([loops[0]]),
+    }  # before `_compiled`, which changes the tree
+    code = _compiled(tree, path, num_encode, function.__code__.co_filename)
+    kept = {name: frozenset(names) for name, names in sets.items()}
+    return Program(inspect.signature(function), function.__globals__, code, **kept)
 
 
 def _read_by_each(statements: Iterable[ast.stmt]) -> set[str]:
@@ -283,60 +206,64 @@ def _exits_of(loop: ast.For, path: Sequence[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-class _Maker:
-    def __init__(self, filename: str) -> None:
-        self._filename = filename
+def _compiled(tree: ast.FunctionDef, path: Sequence[ast.stmt], num_encode: int, filename: str) -> CodeType:
+    """What defines the generator."""
+    inner = [node for statement in tree.body for node in ast.walk(statement)]
+    local = changed_names(tree.body) | {node.name for node in inner if isinstance(node, ast.FunctionDef)}
+    local |= {node.name for node in inner if isinstance(node, ast.ExceptHandler) and node.name}
+    made: Any = ast.parse(f"def {_CALL}({_PLACE}):\n if {_PLACE} is None:\n  yield")
+    (function,) = made.body
+    (start,) = function.body
+    start.body = [*tree.body[:num_encode], *start.body]
+    function.body = [ast.Global(sorted(local)), start, *_cut(tree.body[num_encode:], path, [])]
+    return compile(ast.fix_missing_locations(_AsGlobals().visit(made)), filename, "exec", dont_inherit=True)
 
-    def block(
-        self, statements: list[ast.stmt], path: Sequence[ast.stmt], around: tuple[ast.stmt, ...]
-    ) -> Block:
-        """`around` has the `with` and `try` statements in which the statements stand."""
-        node, position = path[0], statements.index(path[0])
-        nested: Block | Branch | Loop
-        if isinstance(node, ast.If):
-            is_other = path[1] in node.orelse
-            chosen, other = (node.orelse, node.body) if is_other else (node.body, node.orelse)
-            test = ast.UnaryOp(ast.Not(), node.test) if is_other else node.test
-            nested = Branch(
-                self._value(test, around), self.block(chosen, path[1:], around), self.part(other, around)
-            )
-        elif isinstance(node, ast.For):
-            nested = self._loop(node, path, around)
-        else:
-            assert isinstance(node, (ast.With, ast.Try))
-            nested = self.block(node.body, path[1:], (*around, node))
-        before, after = statements[:position], statements[position + 1 :]
-        return Block(self.part(before, around), nested, self.part(after, around))
 
-    def part(self, statements: Sequence[ast.stmt], around: tuple[ast.stmt, ...]) -> Part:
-        """What runs the statements in a namespace."""
-        if not statements:
-            return lambda names: None
-        body = [_Rewritten().visit(stmt) for stmt in copy.deepcopy(list(statements))]
-        for node in reversed(around):
-            wrapped: Any = copy.copy(node)
-            wrapped.body = body
-            body = [wrapped]
-        module = ast.fix_missing_locations(ast.Module(body, type_ignores=[]))
-        code = compile(module, self._filename, "exec", dont_inherit=True)
-        return functools.partial(exec, code)
+def _cut(statements: list[ast.stmt], path: Sequence[ast.stmt], levels: list[str]) -> list[ast.stmt]:
+    """The statements, except what is before a given place. `levels` has the loops around, as text."""
+    node: Any = path[0]
+    position = statements.index(node)
+    before, after = statements[:position], statements[position + 1 :]
+    if isinstance(node, ast.For):
+        nested = _cut_loop(node, path, levels)
+    elif isinstance(node, ast.If) and path[1] in node.orelse:
+        node.test = ast.BoolOp(ast.And(), [_expression(f"not {_PLACE}"), node.test])
+        nested, node.orelse = [node], _cut(node.orelse, path[1:], levels)
+    elif isinstance(node, ast.If):
+        node.test = ast.BoolOp(ast.Or(), [_expression(_PLACE), node.test])
+        nested, node.body = [node], _cut(node.body, path[1:], levels)
+    else:
+        nested, node.body = [node], _cut(node.body, path[1:], levels)
+    return [*_unless_placed(before), *nested, *after]
 
-    def _loop(self, node: ast.For, path: Sequence[ast.stmt], around: tuple[ast.stmt, ...]) -> Loop:
-        item = ast.Name(_ITEM, ast.Load())
-        statement: ast.stmt
-        if len(path) > 1:
-            statement, block = ast.Assign([node.target], item), self.block(node.body, path[1:], around)
-        else:
-            completed = ast.Assign([ast.Name(_COMPLETED, ast.Store())], ast.Constant(value=True))
-            statement = ast.For(node.target, ast.Tuple([item], ast.Load()), node.body, [completed])
-            block = None
-        statement = ast.copy_location(statement, node)
-        return Loop(self._value(node.iter, around), self.part([statement], around), block)
 
-    def _value(self, expression: ast.expr, around: tuple[ast.stmt, ...]) -> Part:
-        """What stores the value of an expression as `_RESULT`."""
-        stored = ast.Assign([ast.Name(_RESULT, ast.Store())], expression)
-        return self.part([ast.copy_location(stored, expression)], around)
+def _cut_loop(node: ast.For, path: Sequence[ast.stmt], levels: list[str]) -> list[ast.stmt]:
+    depth = len(levels)
+    items, at = f"__items_{depth}", f"__at_{depth}"
+    stored = ast.copy_location(ast.Assign([ast.Name(items, ast.Store())], _expression("list()")), node)
+    stored.value.args = [node.iter]  # type: ignore[attr-defined]
+    first = ast.parse(f"__first = {_PLACE}[{depth}] if {_PLACE} else 0").body
+    chosen = ast.copy_location(ast.Assign([node.target], _expression(f"{items}[{at}]")), node)
+    around = [*levels, f"({at}, len({items}))"]
+    end: list[ast.stmt] = []
+    if len(path) > 1:
+        body = [*_unless_placed([chosen]), *_cut(node.body, path[1:], around)]
+    else:
+        first += ast.parse(f"{_PLACE} = ()").body
+        pause = ast.parse(f"yield {_CHECKPOINT}({', '.join(around)})").body
+        end = ast.parse(f"yield {_CHECKPOINT}({', '.join([*levels, f'(len({items}),) * 2'])})").body
+        body = [*pause, chosen, *node.body]
+    node.target = ast.Name(at, ast.Store())
+    node.iter, node.body = _expression(f"range(__first, len({items}))"), body
+    return [stored, *first, node, *end]
+
+
+def _unless_placed(statements: list[ast.stmt]) -> list[ast.stmt]:
+    return [ast.If(_expression(f"not {_PLACE}"), statements, [])] if statements else []
+
+
+def _expression(text: str) -> Any:
+    return ast.parse(text, mode="eval").body
 
 
 class _Pruned(ast.NodeTransformer):
@@ -354,21 +281,12 @@ class _Pruned(ast.NodeTransformer):
         return node
 
 
-class _Rewritten(ast.NodeTransformer):
-    """Statements of a function that mean the same at the top level of a module."""
-
-    def visit_Return(self, node: ast.Return) -> ast.stmt:
-        value = node.value or ast.Constant(value=None)
-        call = ast.Call(ast.Name(_RETURNED, ast.Load()), [value], [])
-        return ast.copy_location(ast.Raise(call, None), node)
+class _AsGlobals(ast.NodeTransformer):
+    """Without annotations, which global names cannot have."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
-        if node.value is None:
-            return ast.copy_location(ast.Pass(), node)
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
-        return node
+        made = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        return ast.copy_location(made, node)
 
 
 # Names that statements read and change --------------------------------------------------------------
@@ -434,14 +352,10 @@ def _statement(node: ast.stmt, defined: frozenset[str], found: set[str]) -> froz
         ends = [_walk(branch, defined, found) for branch in (node.body, node.orelse)]
         open_ends = [end for end in ends if end is not None]
         return frozenset.intersection(*open_ends) if open_ends else None
-    if isinstance(node, ast.For):
-        found |= _loads(node.iter) - defined
-        _walk(node.body, defined | _stores(node.target), found)
-        _walk(node.orelse, defined, found)
-        return defined
-    if isinstance(node, ast.While):
-        found |= _loads(node.test) - defined
-        _walk(node.body, defined, found)
+    if isinstance(node, (ast.For, ast.While)):
+        head, target = (node.iter, [node.target]) if isinstance(node, ast.For) else (node.test, [])
+        found |= _loads(head) - defined
+        _walk(node.body, defined.union(*map(_stores, target)), found)
         _walk(node.orelse, defined, found)
         return defined
     if isinstance(node, ast.With):

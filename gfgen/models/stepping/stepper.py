@@ -22,11 +22,11 @@ import torch
 
 from gfgen.models.families.adapter import Fields
 from gfgen.models.stepping.program import (
+    BEHIND_ENCODE,
     Checkpoint,
     Namespace,
     NotSteppableError,
     Place,
-    Returned,
     program_of,
     sets_processors,
 )
@@ -57,7 +57,7 @@ class Stepper:
         pipeline.set_progress_bar_config(disable=True)
         self._parts = parts_of(pipeline)
         self._attributes: dict[str, _Attributes] = {
-            name: _Attributes(part) if changes_in_calls(part) else _Settings(part)
+            name: _Attributes(part, object if changes_in_calls(part) else _SETTINGS)
             for name, part in self._parts.items()
             if not isinstance(part, torch.nn.Module)
         }
@@ -80,7 +80,7 @@ class Stepper:
         bound.apply_defaults()
         with self._running({}, seed=seed):
             names = self.program.namespace(bound.arguments)
-            self.program.encode(names)
+            self._paused(names, None)
             return self._packed(self._locals(names, self.program.read_by_prepare), seed=seed)
 
     def prepare(self, prompt: Fields) -> tuple[Fields, Fields]:
@@ -93,51 +93,44 @@ class Stepper:
         given = self._unpacked(prompt)
         with self._running(given, seed=prompt.number(SEED)):
             names = self.program.namespace({"self": self._pipeline, **_locals(given)})
-            try:
-                checkpoint = next(self.program.run(names))
-            except (Returned, StopIteration):
-                raise NotSteppableError("returns without its denoising loop with these arguments") from None
+            checkpoint = self._paused(names, BEHIND_ENCODE)
             state, constants = self._divided(names)
-            constants = {
-                name: value
-                for name, value in constants.items()
-                if not _is_same(given.get(name, _ABSENT), value)
-            }
-            return pack(constants, self._parts), self._state(
-                state, checkpoint, seed=prompt.number(SEED), done=0
-            )
+            for name in [x for x, value in constants.items() if _is_same(given.get(x, _ABSENT), value)]:
+                del constants[name]
+            moving = self._state(state, checkpoint, seed=prompt.number(SEED), done=0)
+            return pack(constants, self._parts), moving
 
     def step(self, prompt: Fields, condition: Fields, state: Fields) -> Fields:
         """The artifact `latents` after the next iteration of the denoising loop."""
-        constants = {
-            name: value
-            for fields in (prompt, condition)
-            for name, value in _locals(self._unpacked(fields, is_copied=False)).items()
-        }
-        moved = self._unpacked(state)
-        seed = state.number(SEED)
+        fixed = (_locals(self._unpacked(fields, is_copied=False)) for fields in (prompt, condition))
+        constants = {name: value for each in fixed for name, value in each.items()}
+        moved, seed = self._unpacked(state), state.number(SEED)
         with self._running(moved, seed=seed):
             names = self.program.namespace({"self": self._pipeline, **constants, **_locals(moved)})
-            run = self.program.run(names, place=_place_of(state))
-            checkpoint = next(run)
-            if checkpoint.is_end:  # of one section; the next one begins behind it
-                checkpoint = next(run)
-            checkpoint = next(run)
-            return self._state(
-                self._divided(names)[0], checkpoint, seed=seed, done=state.number(NUM_DONE) + 1
-            )
+            with contextlib.closing(self.program.run(names, _place_of(state))) as run:
+                if next(run).is_end:  # of one section; the next one begins behind it
+                    next(run)
+                checkpoint, moving = next(run), self._divided(names)[0]
+                return self._state(moving, checkpoint, seed=seed, done=state.number(NUM_DONE) + 1)
 
     def decode(self, state: Fields) -> Any:
         """What the pipeline's call returns."""
         given = self._unpacked(state)
         with self._running(given, seed=state.number(SEED)):
             names = self.program.namespace({"self": self._pipeline, **_locals(given)})
+            run = self.program.run(names, _place_of(state))
             try:
-                for _ in self.program.run(names, place=_place_of(state)):
-                    pass
-            except Returned as returned:
-                return returned.value
-        return None
+                while True:
+                    next(run)
+            except StopIteration as end:
+                return end.value
+
+    def _paused(self, names: Namespace, place: Place | None) -> Any:
+        """Run from a place to the next pause, and leave it there."""
+        try:
+            return next(self.program.run(names, place))
+        except StopIteration:
+            raise NotSteppableError("returns without its denoising loop with these arguments") from None
 
     def _divided(self, names: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
         """The variables that pass from step to step, and those that all steps share.
@@ -176,9 +169,8 @@ class Stepper:
             for name, value in attributes.changed().items()
         }
         for name, generator in _own_generators(self._device).items():
-            if not torch.equal(
-                generator.get_state(), torch.Generator(generator.device).manual_seed(seed).get_state()
-            ):
+            unused = torch.Generator(generator.device).manual_seed(seed)
+            if not torch.equal(generator.get_state(), unused.get_state()):
                 found[f"{_RANDOM}:{name}"] = generator.clone_state()
         fields = pack(values | found, self._parts)
         fields.scalars[SEED] = seed
@@ -210,45 +202,34 @@ class Stepper:
 
 
 class _Attributes:
-    """The attributes that one part of the pipeline has before any call."""
+    """The attributes that one part of the pipeline has before any call.
 
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        self._before = {name: _shallow(value) for name, value in vars(part).items()}
+    Of a tokenizer these are numbers and texts: some calls set the side that it pads.
+    """
+
+    def __init__(self, part: Any, kinds: Any) -> None:
+        self._part, self._kinds = part, kinds
+        self._before = {name: _shallow(value) for name, value in self._now().items()}
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._part).items() if isinstance(value, self._kinds)}
 
     def changed(self) -> dict[str, Any]:
+        before = self._before
         return {
             name: value
-            for name, value in vars(self._part).items()
-            if not _is_same(self._before.get(name, _ABSENT), value)
+            for name, value in self._now().items()
+            if not _is_same(before.get(name, _ABSENT), value)
         }
 
     def set(self, name: str, value: Any) -> None:
         vars(self._part)[name] = value
 
     def reset(self) -> None:
-        there = vars(self._part)
-        for name in there.keys() - self._before.keys():
-            del there[name]
+        for name in self._now().keys() - self._before.keys():
+            del vars(self._part)[name]
         for name, value in self._before.items():
-            there[name] = _shallow(value)
-
-
-class _Settings(_Attributes):
-    """The numbers and texts among the attributes of a tokenizer: some calls set the side that it pads."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        self._before = self._now()
-
-    def changed(self) -> dict[str, Any]:
-        return {name: value for name, value in self._now().items() if value != self._before.get(name)}
-
-    def reset(self) -> None:
-        vars(self._part).update(self._before)
-
-    def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._part).items() if isinstance(value, _SETTINGS)}
+            self.set(name, _shallow(value))
 
 
 class _Processors(_Attributes):

@@ -190,26 +190,79 @@ class _Unpacker:
         device: torch.device,
         is_copied: bool,
     ) -> None:
-        self._parts = parts
-        self._tensors = tensors
-        self._target = device
-        self._is_copied = is_copied
+        self._parts, self._tensors = parts, tensors
+        self._target, self._is_copied = device, is_copied
         self._shared: dict[int, Any] = {}
 
     def value(self, node: Node) -> Any:
-        if not isinstance(node, list):
-            return node
-        kind, *parts = node
-        if kind == "path":
-            name, *attributes = parts[0].split(".")
-            return functools.reduce(getattr, attributes, self._parts[name])
-        if kind == "same":
-            return self._shared[parts[0]]
-        *parts, number = parts
-        if kind in ("list", "dict", "object"):  # may hold itself
-            return getattr(self, f"_{kind}")(number, *parts)
-        self._shared[number] = value = getattr(self, f"_{kind}")(*parts)
-        return value
+        found: Any = node
+        match node:
+            case ["path", path]:
+                name, *attributes = path.split(".")
+                return functools.reduce(getattr, attributes, self._parts[name])
+            case ["same", number]:
+                return self._shared[number]
+            case ["list", items, number]:  # these three may hold themselves
+                self._shared[number] = found = []
+                found.extend(map(self.value, items))
+            case ["dict", items, number]:
+                self._shared[number] = found = {}
+                found.update(self._pairs(items))
+            case ["object", module, name, attributes, items, number]:
+                assert module.partition(".")[0] in PACKAGES
+                kind = _named(module, name)
+                self._shared[number] = found = kind.__new__(kind)
+                self._fill(found, attributes, items)
+            case [kind, *given, number]:
+                self._shared[number] = found = self._made(kind, given)
+        return found
+
+    def _made(self, kind: str, given: list[Any]) -> Any:
+        match kind, *given:
+            case "tensor", *tensor:
+                return self._tensor(*tensor)
+            case "array", *tensor:
+                return self._tensor(*tensor).numpy()
+            case "number", dtype, number:
+                return np.dtype(dtype).type(number)
+            case "image", mode, *tensor:
+                return PIL.Image.fromarray(self._tensor(*tensor).numpy()).convert(mode)
+            case "generator", device, *tensor:
+                generator = torch.Generator(self._device(device))
+                generator.set_state(self._tensor(*tensor))
+                return generator
+            case "dtype", name:
+                return getattr(torch, name)
+            case "device", name:
+                return self._device(name)
+            case "tuple" | "set" | "Size", items:
+                makers: dict[str, Any] = {"tuple": tuple, "set": set, "Size": torch.Size}
+                return makers[kind](list(map(self.value, items)))
+            case "slice" | "range", bounds:
+                return (slice if kind == "slice" else range)(*map(self.value, bounds))
+            case "method", owner, name:
+                return getattr(self.value(owner), name)
+            case "partial", *parts:
+                func, args, keywords = map(self.value, parts)
+                return functools.partial(func, *args, **keywords)
+            case "module", name:
+                return importlib.import_module(name)
+            case "enum", module, name, member:
+                return _named(module, name)[member]
+        module, name = given
+        return _named(module, name)
+
+    def _fill(self, found: Any, attributes: list[Node], items: Node) -> None:
+        if isinstance(found, dict):
+            for key, value in self._pairs(items).items():
+                dict.__setitem__(found, key, value)
+        elif isinstance(found, list):
+            found.extend(map(self.value, items))
+        for key, value in self._pairs(attributes).items():
+            object.__setattr__(found, key, value)
+
+    def _pairs(self, items: list[Node]) -> dict[Any, Any]:
+        return {self.value(key): self.value(value) for key, value in items}
 
     def _tensor(self, name: str, order: list[int] | None, device: str) -> torch.Tensor:
         value = self._tensors[name]
@@ -218,84 +271,12 @@ class _Unpacker:
             moved = value.clone()
         return moved.permute([order.index(dim) for dim in range(len(order))]) if order else moved
 
-    def _array(self, *tensor: Any) -> Any:
-        return self._tensor(*tensor).numpy()
-
-    def _number(self, dtype: str, value: Any) -> Any:
-        return np.dtype(dtype).type(value)
-
-    def _image(self, mode: str, *tensor: Any) -> Any:
-        return PIL.Image.fromarray(self._tensor(*tensor).numpy()).convert(mode)
-
-    def _generator(self, device: str, *tensor: Any) -> torch.Generator:
-        generator = torch.Generator(self._device(device))
-        generator.set_state(self._tensor(*tensor))
-        return generator
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, name)  # type: ignore[no-any-return]
-
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else self._target
 
-    def _list(self, number: int, items: list[Node]) -> list[Any]:
-        found: list[Any] = []
-        self._shared[number] = found
-        found.extend(map(self.value, items))
-        return found
 
-    def _tuple(self, items: list[Node]) -> tuple[Any, ...]:
-        return tuple(map(self.value, items))
-
-    def _set(self, items: list[Node]) -> set[Any]:
-        return set(map(self.value, items))
-
-    def _Size(self, items: list[Node]) -> torch.Size:
-        return torch.Size(items)
-
-    def _dict(self, number: int, items: list[Node]) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        self._shared[number] = found
-        found.update(self._pairs(items))
-        return found
-
-    def _slice(self, bounds: list[Node]) -> slice:
-        return slice(*map(self.value, bounds))
-
-    def _range(self, bounds: list[int]) -> range:
-        return range(*bounds)
-
-    def _method(self, owner: Node, name: str) -> Any:
-        return getattr(self.value(owner), name)
-
-    def _partial(self, func: Node, args: Node, keywords: Node) -> Any:
-        return functools.partial(self.value(func), *self.value(args), **self.value(keywords))
-
-    def _module(self, name: str) -> Any:
-        return importlib.import_module(name)
-
-    def _named(self, module: str, name: str) -> Any:
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-
-    def _enum(self, module: str, kind: str, name: str) -> Any:
-        return self._named(module, kind)[name]
-
-    def _object(self, number: int, module: str, name: str, attributes: list[Node], items: Node) -> Any:
-        assert module.partition(".")[0] in PACKAGES
-        kind = self._named(module, name)
-        found = kind.__new__(kind)
-        self._shared[number] = found
-        if isinstance(found, dict):
-            for key, value in self._pairs(items).items():
-                dict.__setitem__(found, key, value)
-        elif isinstance(found, list):
-            found.extend(map(self.value, items))
-        for key, value in self._pairs(attributes).items():
-            object.__setattr__(found, key, value)
-        return found
-
-    def _pairs(self, items: list[Node]) -> dict[Any, Any]:
-        return {self.value(key): self.value(value) for key, value in items}
+def _named(module: str, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
 def vars_of(value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from gfgen.gfc.cuda.driver import driver
 from gfgen.models.geometry.weights import TEXT_ENCODER, WHOLE, Placement, block_key, block_name
 from gfgen.models.streaming.host_copy import HostCopy
-from gfgen.models.streaming.shards import Island, Shard
+from gfgen.models.streaming.shards import PAGE_BYTES, Island, Shard, limit_torch
 from gfgen.models.streaming.stream import Block, Buffer, Chain, Lane
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,8 @@ class Placing:
         yield
         place.is_final = True
         if place.is_streamed:
-            place.region = self._to_host(block)
+            assert self._copy is not None
+            place.region = moved_to(self._copy, tensors_of(block.modules()))
 
     def finish(self) -> None:
         """Place the blocks that are left, and let forwards stream."""
@@ -152,10 +155,8 @@ class Placing:
             if lacking := self._placement.streamed.get(component, frozenset()) - found:
                 logger.warning("%s lacks the blocks %s, so GPUs hold more", component, sorted(lacking))
             blocks = {
-                self._origins[module][0]: Block(
-                    regions[module], partial(_point, module), *shards.get(module, ())
-                )
-                for module in modules
+                self._origins[each][0]: Block(regions[each], partial(_point, each), *shards.get(each, ()))
+                for each in modules
             }
             wraps = TEXT_ENCODER.fullmatch(component) is None
             Chain(blocks, lane, wraps=wraps).attach(model, modules)
@@ -207,11 +208,6 @@ class Placing:
                     table[name] = self._origins[module][1](tensor)
                 else:
                     tensor.data = tensor.data.to(self._device)
-
-    def _to_host(self, block: nn.Module) -> Tensor:
-        """Move a block to the host copy."""
-        assert self._copy is not None
-        return moved_to(self._copy, tensors_of(block.modules()))
 
 
 IN_PLACE = Placing()
@@ -285,3 +281,85 @@ def _part(region: Tensor, offset: int, *, like: Tensor) -> Tensor:
 
 def _point(block: nn.Module, at: Tensor) -> None:
     point_to(at, tensors_of(block.modules()))
+
+
+# Models that leave and come back --------------------------------------------------------------------
+# Where not all models of a run fit together, all of a loaded one goes to the host copy, which ranks share. It
+# comes back from there: now, and whenever it has left. It stays in its rank's process as it is, fused and
+# quantised. On a GPU its addresses stay reserved while it is away, and new memory is mapped there when it
+# comes back. So recorded forwards stay valid.
+
+
+class Kept:
+    """The weights of a pipeline, on its device or away."""
+
+    def __init__(self, pipeline: Any, copy: HostCopy, device: torch.device) -> None:
+        models = [each for each in pipeline.components.values() if isinstance(each, nn.Module)]
+        parts = [tensors for model in models for tensors in _parts_of(model, device)]
+        self._parts = [(tensors, moved_to(copy, tensors)) for tensors in parts]
+        self.pages = _Pages(sum(len(region) for _, region in self._parts), device)
+        weakref.finalize(self, _close, self.pages, copy).atexit = False
+        self.come_back()
+
+    def leave(self) -> None:
+        """Give the device's memory back; nothing may compute with it."""
+        for tensors, region in self._parts:
+            point_to(region, tensors)
+        self.pages.give_back()
+
+    def come_back(self) -> None:
+        """Enqueue copies of all weights to the device."""
+        left = self.pages.take()
+        for tensors, region in self._parts:
+            place, left = left[: len(region)], left[len(region) :]
+            place.copy_(region, non_blocking=True)
+            point_to(place, tensors)
+
+
+def _parts_of(model: nn.Module, device: torch.device) -> Iterator[list[Tensor]]:
+    """A model's tensors on the device: those of each block, and the others."""
+    blocks = [module for name, module in model.named_modules() if name and block_name(name) == name]
+    inside = {module for block in blocks for module in block.modules()}
+    rest = [module for module in model.modules() if module not in inside]
+    for modules in (*(block.modules() for block in blocks), rest):
+        if found := [each for each in tensors_of(modules) if each.device.type == device.type]:
+            yield found
+
+
+class _Pages:
+    """Memory of a device. A GPU's has the same addresses each time that it is taken."""
+
+    num_bytes = 0
+    """What is taken of a GPU now, which torch does not know."""
+    address: int | None = None
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.size, self._device = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, device
+
+    def take(self) -> Tensor:
+        if self._device.type != "cuda":
+            return torch.empty(self.size, dtype=torch.uint8)
+        from gfgen.gfc.cuda.device_endpoint import as_tensor
+
+        torch.cuda.empty_cache()  # of what was there before
+        device = self._device.index or 0
+        handle, num_bytes, fd = driver().shareable(device, self.size)
+        os.close(fd)
+        self.address = driver().map(handle, self.size, device, at=self.address)
+        self.num_bytes = num_bytes
+        limit_torch(self._device, less=self.size)
+        return as_tensor(self.address, self.size, device)
+
+    def give_back(self) -> None:
+        if self.num_bytes:
+            torch.cuda.synchronize(self._device)
+            driver().call("cuMemUnmap", self.address, self.size)
+            limit_torch(self._device, less=-self.size)
+        self.num_bytes = 0
+
+
+def _close(pages: _Pages, copy: HostCopy) -> None:
+    pages.give_back()
+    if pages.address is not None:
+        driver().call("cuMemAddressFree", pages.address, pages.size)
+    copy.close()

@@ -167,7 +167,6 @@ class _OnGpu:
     def __init__(self, handle: int, num_bytes: int, device: torch.device) -> None:
         self._num_bytes, self._device = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, device
         self._address = driver().map(handle, self._num_bytes, device.index or 0)
-        driver().call("cuMemRelease", handle)  # the mapping keeps the memory
 
     @property
     def bytes(self) -> Tensor:

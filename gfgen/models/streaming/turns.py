@@ -26,7 +26,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch.backends import cuda
 
-from gfgen.models.parallel import counted_attention
+from gfgen.models.parallel import cudnn_attention
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def in_turns(calls: Sequence[Callable[[], T]]) -> list[T]:
     if len(calls) < 2:
         return [call() for call in calls]
     outer = _CALL.get()
-    counted_attention.kept()  # what this thread keeps is found by all calls
+    cudnn_attention.kept()  # what this thread keeps is found by all calls
     entered = [_Call(call, place) for place, call in enumerate(calls)]
     try:
         for each in entered:

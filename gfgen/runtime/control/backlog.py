@@ -13,7 +13,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
 from gfgen.job.reader import due_at
@@ -22,18 +21,8 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.predict.cost import CostModel
 
 AHEAD = 1_000
-STEP = 100
-"""Other jobs come into sight after this many have ended."""
-Kind = tuple[str, str, int]
-"""Model, shape, tasks: jobs of one kind that have not begun have equal durations."""
-
-
-@dataclass(slots=True)
-class _Order:
-    """The jobs of a model as some policy takes them, by their places in the file."""
-
-    rest: Iterator[int]
-    near: list[int] = field(default_factory=list)
+STEP = 100  # other jobs come into sight after this many have ended
+Kind = tuple[str, str, int]  # model, shape, tasks: jobs of one kind that have not begun have equal durations
 
 
 class Backlog(Observer):
@@ -49,19 +38,14 @@ class Backlog(Observer):
         ahead: int = AHEAD,
     ) -> None:
         self._jobs, self._ahead = jobs, ahead + STEP
-        self._ids: list[str | None] = []
-        """By place in `jobs`; None after the job was handed out."""
+        self._ids: list[str | None] = []  # by place in `jobs`; None after the job was handed out
         self._kinds = Counter[Kind]()
         self._examples: dict[Kind, AdmittedJob] = {}
-        self._first: list[int] = []
-        """Jobs that arrive after the start, are the first of their kind, or were begun before."""
-        self.near: dict[str, int] = {}
-        """Places of the jobs that were handed out and have not ended."""
+        self._first: list[int] = []  # that arrive later, are the first of their kind, or were begun before
+        self.near: dict[str, int] = {}  # places of the jobs that were handed out and have not ended
         self._failed: list[int] = []
-        self._num_ended = STEP
-        """Jobs since `take` handed some out."""
-        self._timed = array("L")
-        """Jobs whose deadlines count from their arrivals."""
+        self._num_ended = STEP  # jobs since `take` handed some out
+        self._timed = array("L")  # jobs whose deadlines count from their arrivals
         digest, keys, now, known = hashlib.sha256(), array("d"), time.time(), functools.cache(arrived_at)
         places: dict[str, array[int]] = {}
         for place, job in enumerate(jobs):
@@ -84,9 +68,9 @@ class Backlog(Observer):
             keys.extend((-spec.priority, math.inf if due is None else due, _work_of(job)))
             if spec.arrival_s <= 0:  # others are among the first
                 places.setdefault(spec.model or "", array("L")).append(place)
-        self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}
-        """Of a journal."""
-        self._orders = [_Order(iter(order)) for own in places.values() for order in _orders(own, keys)]
+        self.header = {"jobs": len(self), "jobs_hash": digest.hexdigest()} if self else {}  # of a journal
+        orders = [iter(order) for own in places.values() for order in _orders(own, keys)]
+        self._orders = [(rest, list[int]()) for rest in orders]  # each: places that wait, and near ones
 
     def __len__(self) -> int:
         return self._kinds.total()
@@ -111,11 +95,11 @@ class Backlog(Observer):
             return []
         found, self._first, self._num_ended = set(self._first), [], 0
         present = {*self.near.values(), *found}
-        for order in self._orders:
-            order.near = [place for place in order.near if place in present]
-            while len(order.near) < self._ahead and (place := next(order.rest, None)) is not None:
+        for rest, near in self._orders:
+            near[:] = [place for place in near if place in present]
+            while len(near) < self._ahead and (place := next(rest, None)) is not None:
                 if place in present or self._ids[place] is not None:
-                    order.near.append(place)
+                    near.append(place)
                     found |= {place} - present
                     present.add(place)
         return [self._out(place) for place in sorted(found) if self._ids[place] is not None]

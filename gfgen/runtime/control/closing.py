@@ -24,10 +24,8 @@ from gfgen.system.wording import counted, size_in_words
 logger = logging.getLogger(__name__)
 
 CAUTION = 1.1
-SPACE_S = 2.0
-"""Between two looks at the room on the disk."""
-_FIRST_TASK = Task("", 0, Stage.ENCODE)
-"""Of any job: predictions depend on its index alone."""
+SPACE_S = 2.0  # between two looks at the room on the disk
+_FIRST_TASK = Task("", 0, Stage.ENCODE)  # of any job: predictions depend on its index alone
 
 
 def check_room(jobs: Sequence[AdmittedJob], output_dir: Path) -> None:
@@ -90,13 +88,11 @@ class Closing:
         self.closes_s = math.inf if start.closes_s is None else start.closes_s
         self.grace_s = start.grace_s
         self.stop_signal: int | None = None
-        self.is_stopping = False
-        """Nothing new is dispatched; what runs is left to end."""
+        self.is_stopping = False  # nothing new is dispatched; what runs is left to end
         self.room = Room(records)
         self._records = records
         self._costs = costs
-        self._degrees: dict[str, Degrees] = {}
-        """By model: of the last step."""
+        self._degrees: dict[str, Degrees] = {}  # by model: of the last step
 
     def stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; InterruptedRunError at the second one."""

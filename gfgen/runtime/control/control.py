@@ -68,17 +68,13 @@ class Intake(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    intake: Intake | None = None
-    """With an intake the run goes on until it is asked to stop."""
-    backlog: Backlog = field(default_factory=Backlog)
-    """Further jobs of the start, which come while others end."""
+    intake: Intake | None = None  # with an intake the run goes on until it is asked to stop
+    backlog: Backlog = field(default_factory=Backlog)  # further jobs, which come while others end
     chooser: Chooser | None = None
     residency: Residency | None = None
     load: Callable[[str], NamedPolicy] = load_policy
-    free_bytes: Callable[[], int] | None = None
-    """What is free on the disk for files."""
-    on_turn: Callable[[float], None] | None = None
-    """Called with the seconds of each turn, from one wait to the next."""
+    free_bytes: Callable[[], int] | None = None  # what is free on the disk for files
+    on_turn: Callable[[float], None] | None = None  # called with the seconds of each turn
 
 
 class Control:
@@ -110,10 +106,8 @@ class Control:
         self._jobs = tuple(jobs)
         self._num_skipped = num_skipped
         self._woke_s = 0.0
-        self._has_warned = False
-        """Of a standstill that may end when more jobs come."""
-        self._saved: set[str] = set()
-        """Stopped jobs whose state is kept."""
+        self._has_warned = False  # of a standstill that may end when more jobs come
+        self._saved: set[str] = set()  # stopped jobs whose state is kept
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.

@@ -18,16 +18,14 @@ from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Ranks, share_island
 from gfgen.runtime.control.residency import ModelTurns
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import PolicyChanged
+from gfgen.runtime.core.events import Clock, PolicyChanged
 from gfgen.snapshot import Choice, Decision, Policy, Snapshot
 from gfgen.system.signals import DECISION_LIMIT_S, within
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-MAX_POLICY_FAULTS = 3
-"""After this many calls in which the policy was at fault the run goes on under FALLBACK."""
+MAX_POLICY_FAULTS = 3  # after this many calls in which the policy was at fault the run goes on under FALLBACK
 FALLBACK = "fcfs"
 CHANGES_PER_CHOICE = 24
 """A policy is chosen again after this many arrivals and ends of jobs, or an eighth of the jobs left; at the
@@ -57,12 +55,10 @@ class Decider:
     ) -> None:
         self.policy = policy
         self._load = load
-        self.given_up: str | None = None
-        """Why FALLBACK has replaced the policy, if it has."""
+        self.given_up: str | None = None  # why FALLBACK has replaced the policy, if it has
         self.num_faults = 0
         self._clock = clock
-        self.chooser = self._usual_chooser = chooser
-        """None after FALLBACK has replaced the policy, until another one is asked for."""
+        self.chooser = self._usual_chooser = chooser  # None after FALLBACK, until another is asked for
         self._num_changes = 0
         self._next_choice = 1
 
@@ -179,7 +175,10 @@ def legal_job(
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
     """Refuse degrees that the task cannot use."""
     if task.stage is Stage.DECODE:
-        _check_decode(job, task, layout)
+        if layout != Layout.bands(layout.ranks):
+            raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
+        if layout.degree > (most := job.limits.max_decode_degree):
+            raise PolicyFault(f"job {task.job_id}: a {task} has {most} bands of rows at most, not {layout}")
         return
     if layout.degree > 1 and task.stage not in STEPS:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
@@ -189,10 +188,3 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         raise PolicyFault(f"job {task.job_id} has {most} attention heads, too few for {layout}")
     if layout.sequence_degree > (most := job.limits.max_sequence_degree):
         raise PolicyFault(f"job {task.job_id} can be split into {most} parts at most, not {layout}")
-
-
-def _check_decode(job: AdmittedJob, task: Task, layout: Layout) -> None:
-    if layout != Layout.bands(layout.ranks):
-        raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
-    if layout.degree > (most := job.limits.max_decode_degree):
-        raise PolicyFault(f"job {task.job_id}: a {task} has {most} bands of rows at most, not {layout}")

@@ -21,13 +21,11 @@ from gfgen.snapshot import JobView
 
 logger = logging.getLogger(__name__)
 
-MAX_TASK_FAILURES = 2
-"""A task that fails this often fails its job."""
+MAX_TASK_FAILURES = 2  # a task that fails this often fails its job
 _REFUSED = tuple(f"{kind.__name__}:" for kind in REFUSALS)
 _OF_SHAPES = re.compile(r"RuntimeError:.*\b(sizes?|shapes?|dimensions?|padding)\b", re.IGNORECASE)
 """A failure that follows from a job's size and arguments, not from the machine."""
-MAX_LOST_WORKERS = 3
-"""A job under which this many workers died fails."""
+MAX_LOST_WORKERS = 3  # a job under which this many workers died fails
 
 
 @dataclass(slots=True)
@@ -36,15 +34,11 @@ class Progress:
 
     next_index: int = 0
     holder: Layout | None = None
-    is_held: bool = False
-    """All ranks of the holder have lived since: what a rank holds dies with its process."""
-    producer: int | None = None
-    """The dispatch that makes that input."""
+    is_held: bool = False  # all ranks of the holder have lived since: what a rank holds dies with its process
+    producer: int | None = None  # the dispatch that makes that input
     last_completed: int | None = None
-    last_ended_s: float = 0.0
-    """When the last completed dispatch ended."""
-    made_latents: int | None = None
-    """The dispatch that made the last latents, which are in the slab until the job ends."""
+    last_ended_s: float = 0.0  # when the last completed dispatch ended
+    made_latents: int | None = None  # the dispatch of the last latents, which stay in the slab
 
     def begin(self, index: int, layout: Layout, number: int) -> None:
         """A dispatch makes the output of this task on this layout."""
@@ -67,12 +61,9 @@ class Trouble:
     warnings: list[str] = field(default_factory=list)
     failures: Counter[int] = field(default_factory=Counter)
     num_lost_workers: int = 0
-    doom: str | None = None
-    """Why the job fails as soon as nothing of it is in flight."""
-    refused: Task | None = None
-    """The task that failed because of the job's arguments, in a step or the decode twice."""
-    is_cancelled: bool = False
-    """That is because nobody wants it any more."""
+    doom: str | None = None  # why the job fails as soon as nothing of it is in flight
+    refused: Task | None = None  # failed because of the job's arguments, in a step or decode twice
+    is_cancelled: bool = False  # that is because nobody wants it any more
 
     def fail(self, reason: str) -> None:
         """The first reason counts."""
@@ -84,26 +75,20 @@ class JobRecord:
     job: AdmittedJob
     cost_class: CostClass
     arrival_s: float
-    deadline_s: float
-    """Infinity without a deadline."""
+    deadline_s: float  # infinity without a deadline
     job_id: str = field(init=False)
     model: str = field(init=False)
-    patches: str = field(init=False)
-    """Of the job, as a text by which they are compared; empty without any."""
+    patches: str = field(init=False)  # of the job, as a text by which they are compared; empty without any
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     file_bytes: int = field(init=False)
-    batch: list[JobRecord] = field(init=False)
-    """The jobs that take their steps together with this one, itself included; one list for all of them."""
+    batch: list[JobRecord] = field(init=False)  # whose steps are taken together, itself included; one list
     arrived: bool = False
-    place: int | None = None
-    """Of a job that has not been open yet: where it stands in the file."""
-    flights: list[Flight] = field(default_factory=list)
-    """Its dispatches that have not ended: a running task and a queued one at most."""
+    place: int | None = None  # of a job that has not been open yet: where it stands in the file
+    flights: list[Flight] = field(default_factory=list)  # not ended: a running and a queued one at most
     progress: Progress = field(default_factory=Progress)
     trouble: Trouble = field(default_factory=Trouble)
-    outcome: JobOutcome = field(init=False)
-    """What ranks did for it, and its files; `end` completes it."""
+    outcome: JobOutcome = field(init=False)  # what ranks did for it, and its files; `end` completes it
     given_up: GivenUp = NOTHING_GIVEN_UP
     _last_layout: Layout | None = None
     _view: JobView | None = None

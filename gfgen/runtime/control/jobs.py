@@ -7,18 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from gfgen.job.reader import due_at
-from gfgen.runtime.control.batches import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.control.job_record import JobRecord, Progress
 from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
+from gfgen.runtime.control.sharing import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.openjobs import OpenJobs
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
 
-NUM_RECENT = 24
-"""Arrivals that are remembered, as a sample of what may be expected."""
+NUM_RECENT = 24  # arrivals that are remembered, as a sample of what may be expected
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within these bounds,
 since early measurements change much, and a renewal takes 4 us a job; wrong guesses are renewed at once."""
@@ -31,8 +30,7 @@ class Jobs:
         self, jobs: Sequence[AdmittedJob], start: RunStart, *, costs: CostModel, models: ModelTurns
     ) -> None:
         self._start = start
-        self._resume = dict(start.resume)
-        """Where stopped jobs go on that have not been added yet."""
+        self._resume = dict(start.resume)  # where stopped jobs go on that have not been added yet
         self._costs = costs
         self._models = models
         self._forming = Forming(start.batch)

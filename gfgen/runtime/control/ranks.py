@@ -9,23 +9,18 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
-from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.dispatch import Dispatch, plan_transfers
 from gfgen.runtime.core.events import RankLost
-from gfgen.runtime.ipc.messages import RankTimes
-from gfgen.runtime.ipc.migration import Transfer, plan_transfers
+from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.snapshot import RankView, RunningTask
 
-LOOKAHEAD_S = 0.005
-"""The default: dispatching takes a millisecond or two, on a busy machine more."""
+LOOKAHEAD_S = 0.005  # the default: dispatching takes a millisecond or two, on a busy machine more
 SHARE, MAX_SHARE_S = 0.02, 0.025
 """A task adds this share of its predicted time, by which it may vary, to the lookahead. The share is limited:
 an early decision may be wrong, and a long task can bear a gap."""
-MAX_EARLY_S = 0.1
-"""A task is not expected to end more than this before its predicted end, for the same reasons."""
-_ROUNDING_S = 1e-9
-"""The loop turns at the soonest end less the lookahead, and sums of floats are not exact."""
-_SAME_END = 0.1
-"""A predicted end that is off by less than this share of the lookahead stays as it is."""
+MAX_EARLY_S = 0.1  # a task is expected to end at most so long before its predicted end, likewise
+_ROUNDING_S = 1e-9  # the loop turns at the soonest end less the lookahead, and sums of floats are not exact
+_SAME_END = 0.1  # a predicted end that is off by less than this share of the lookahead stays as it is
 
 
 def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
@@ -36,18 +31,13 @@ def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
 @dataclass(slots=True, eq=False)
 class Flight:
     dispatch: Dispatch
-    view: RunningTask
-    """Its predicted end is corrected when the task before it has ended."""
-    lookahead_s: float
-    """How long before its soonest and after its predicted end the next task may be queued; 0 if never."""
+    view: RunningTask  # its predicted end is corrected when the task before it has ended
+    lookahead_s: float  # around its end, when the next task may be queued; 0 if never
     failure: str | None = None
     is_void: bool = False
-    look_s: float = math.inf
-    """When to decide what follows it; infinity if nothing may be queued behind it."""
-    opens_s: float = math.inf
-    """The same, less an allowance for rounding."""
-    late_s: float = 0.0
-    """From here on nothing may be queued: a task that is so late would keep it waiting on this rank."""
+    look_s: float = math.inf  # when to decide what follows it; infinity if nothing may be queued behind it
+    opens_s: float = math.inf  # the same, less an allowance for rounding
+    late_s: float = 0.0  # from here on nothing may be queued, which would wait for this late task
 
     def set_end(self, view: RunningTask, soonest_s: float) -> None:
         """Predict this end, and that no rank is free before `soonest_s`; what follows is decided for that."""
@@ -121,17 +111,13 @@ class RankRecord:
     rank: int
     is_ready: bool = False
     is_retired: bool = False
-    is_loading: bool = False
-    """It has yet to load the models of the last change."""
-    load_s: float = 0.0
-    """How long that is predicted to take."""
+    is_loading: bool = False  # it has yet to load the models of the last change
+    load_s: float = 0.0  # how long that is predicted to take
     flights: list[Flight] = field(default_factory=list)
     idle_since_s: float = 0.0
     ended_s: float = 0.0
-    patches: dict[str, str] = field(default_factory=dict)
-    """By model, the patches of the last task that needed its weights."""
-    view: RankView | None = None
-    """What policies saw last of this rank; None when it is outdated."""
+    patches: dict[str, str] = field(default_factory=dict)  # by model: of the last task with its weights
+    view: RankView | None = None  # what policies saw last of this rank; None when it is outdated
 
     @property
     def free_at_s(self) -> float:

@@ -18,27 +18,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from gfgen.runtime.control.ranks import Ranks
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
+from gfgen.runtime.core.events import Clock, Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
 
-SHARE, URGENT_SHARE = 0.01, 0.1
-"""Of the time: what changes may take that are made for the sake of jobs that wait."""
-LOAD_BYTES_PER_S = 1e9
-"""Until ranks have loaded something: a disk that is neither slow nor fast."""
-COPY_BYTES_PER_S = 50e9
-"""The same for models that come back from main memory."""
+SHARE, URGENT_SHARE = 0.01, 0.1  # of the time: for changes for the sake of jobs that wait
+LOAD_BYTES_PER_S = 1e9  # until ranks have loaded something: a disk that is neither slow nor fast
+COPY_BYTES_PER_S = 50e9  # the same for models that come back from main memory
 
 _CROWDED = "they do not fit together beside the jobs that have come"
-RETRY_LOAD_S = 600.0
-"""A model that no rank could load is tried again for jobs that arrive this much later."""
+RETRY_LOAD_S = 600.0  # a model that no rank could load is tried again for jobs that arrive this much later
 
-Urgency = tuple[float, float]
-"""Minus the priority, and the deadline."""
+Urgency = tuple[float, float]  # minus the priority, and the deadline
 
 
 class _Parked(NamedTuple):
@@ -54,11 +47,9 @@ class ModelTurns:
         self._clock = clock
         self.resident = frozenset(resident)
         self.is_limited = is_limited
-        self.parked: dict[str, _Parked] = {}
-        """By job, the longest first."""
+        self.parked: dict[str, _Parked] = {}  # by job, the longest first
         self.urgent: set[str] = set()
-        self._unloadable: dict[str, tuple[float, str]] = {}
-        """By model that no rank could load: until when its jobs fail at once, and why."""
+        self._unloadable: dict[str, tuple[float, str]] = {}  # by model: until when its jobs fail, and why
 
     def wanted(self) -> list[str]:
         """Models that jobs wait for, the most urgent first."""
@@ -109,19 +100,7 @@ class ModelTurns:
 @dataclass(slots=True)
 class _Need:
     checkpoint: Path
-    work_bytes: list[int] = field(default_factory=list)
-    """Of the largest of its jobs, as many as may run at once, beside the weights."""
-
-
-class _RunState(Protocol):
-    """What a residency looks at of the state (state.py)."""
-
-    models: ModelTurns
-    ranks: Ranks
-    jobs: Any
-
-    @property
-    def is_at_rest(self) -> bool: ...
+    work_bytes: list[int] = field(default_factory=list)  # of its largest jobs that may run at once, each
 
 
 class Residency(Observer):
@@ -129,7 +108,8 @@ class Residency(Observer):
 
     `weights` are bytes by checkpoint, `work_bytes` is what a job takes beside them, `room_bytes` what
     there is for both: of each rank, or of all ranks together, which then run `jobs_at_once`. `names` has the
-    checkpoints of models that may have no jobs yet. The models of the most urgent jobs come first.
+    checkpoints of models that may have no jobs yet, and `streamed` bytes that are loaded besides weights. The
+    models of the most urgent jobs come first.
     """
 
     def __init__(
@@ -141,26 +121,23 @@ class Residency(Observer):
         room_bytes: int,
         jobs_at_once: int = 1,
         names: Mapping[str, Path] | None = None,
+        streamed: Mapping[Path, int] | None = None,
     ) -> None:
         self._weights = weights
+        self._loaded = {path: size + (streamed or {}).get(path, 0) for path, size in weights.items()}
         self._work_bytes = work_bytes
         self._room_bytes = room_bytes
         self._jobs_at_once = jobs_at_once
         self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
         self.note(jobs)
-        self.kept: Mapping[Path, int] = {}
-        """Bytes of models that come back from main memory when ranks have held them."""
-        self._copied: set[Path] = set()
-        """Those of them that ranks have held."""
-        self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}
-        """Of loading from files, and from main memory."""
-        self._changed_s = 0.0
-        """When the last change was over."""
+        self.kept: Mapping[Path, int] = {}  # bytes of models that come back from main memory, once held
+        self._copied: set[Path] = set()  # those of them that ranks have held
+        self._bytes_per_s = {False: LOAD_BYTES_PER_S, True: COPY_BYTES_PER_S}  # from files, and main memory
+        self._changed_s = 0.0  # when the last change was over
         by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
         self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
         self._lacked: set[Path] = set()
-        self._returning: set[Path] = set()
-        """Of which ranks should have a copy."""
+        self._returning: set[Path] = set()  # of which ranks should have a copy
 
     @property
     def is_needed(self) -> bool:
@@ -195,8 +172,9 @@ class Residency(Observer):
             sizes = [*need.work_bytes, self._work_bytes(job)]
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
-    def change(self, state: _RunState, *, now_s: float) -> ModelsChanged | None:
-        turns = state.models
+    def change(self, state: Any, *, now_s: float) -> ModelsChanged | None:
+        """The change of models that is due in this `State`."""
+        turns: ModelTurns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if any(rank.is_loading for rank in state.ranks.records) or not (is_crowded or turns.parked):
             return None
@@ -207,7 +185,9 @@ class Residency(Observer):
         if is_crowded:
             models = self.choose([*at_work, *wanted, *sorted(self.resident)])
         else:
-            first = self._overdue(turns, now_s) or wanted[0]
+            longest = next(iter(turns.parked.values()))
+            is_overdue = now_s >= longest.since_s + self._longest_s / SHARE
+            first = longest.model if is_overdue else wanted[0]
             models = self.choose([first, *at_work, *wanted], kept=self.resident)
         if models == self.resident:
             return None
@@ -236,13 +216,13 @@ class Residency(Observer):
                 self._observe(self._checkpoints_of(self.resident), event.startup_s)
                 self._copied |= self.kept.keys() & self._checkpoints_of(self.resident)
 
-    def _reason(self, state: _RunState, now_s: float) -> str | None:
+    def _reason(self, state: Any, now_s: float) -> str | None:
         if state.is_at_rest:
             return "nothing is left to do with the others"
         share = URGENT_SHARE if self._is_first(state) else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
-    def _is_first(self, state: _RunState) -> bool:
+    def _is_first(self, state: Any) -> bool:
         """Whether a job that waits has a deadline or a raised priority, and comes before all that can run."""
         turns = state.models
         waiting = [turns.parked[job_id].urgency for job_id in turns.urgent]
@@ -253,10 +233,6 @@ class Residency(Observer):
         ]
         return bool(waiting) and (not running or min(waiting) < min(running))
 
-    def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
-        longest = next(iter(turns.parked.values()))
-        return longest.model if now_s >= longest.since_s + self._longest_s / SHARE else None
-
     @property
     def _longest_s(self) -> float:
         return max(self._load_s([model]) for model in self._needs)
@@ -264,20 +240,18 @@ class Residency(Observer):
     def _load_s(self, models: Collection[str]) -> float:
         """How long ranks take to load what they lack of these."""
         lacked = self._checkpoints_of(set(models) - self.resident)
-        return sum(self._weights[path] / self._bytes_per_s[path in self._copied] for path in lacked)
+        return sum(self._loaded[path] / self._bytes_per_s[path in self._copied] for path in lacked)
 
     def _observe(self, checkpoints: Collection[Path], load_s: float, *, are_copied: bool = False) -> None:
-        num_bytes = sum(self._weights[path] for path in checkpoints)
+        num_bytes = sum(self._loaded[path] for path in checkpoints)
         if load_s > 0 and num_bytes:
             self._bytes_per_s[are_copied] = num_bytes / load_s
 
     def _fits(self, models: Collection[str]) -> bool:
         sizes = itertools.chain.from_iterable(self._needs[model].work_bytes for model in models)
         work_bytes = sum(heapq.nlargest(self._jobs_at_once, sizes))
-        return self._bytes_of(models) + work_bytes <= self._room_bytes
-
-    def _bytes_of(self, models: Collection[str]) -> int:
-        return sum(self._weights[checkpoint] for checkpoint in self._checkpoints_of(models))
+        weight_bytes = sum(self._weights[checkpoint] for checkpoint in self._checkpoints_of(models))
+        return weight_bytes + work_bytes <= self._room_bytes
 
     def _checkpoints_of(self, models: Iterable[str]) -> set[Path]:
         return {self._needs[model].checkpoint for model in models}

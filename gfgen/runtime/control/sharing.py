@@ -1,21 +1,31 @@
-"""Which jobs take their next task together on a rank, because one read of each block then serves them all.
+"""Which jobs take their next steps together on a rank, and which have equal calls.
 
-This is for models whose blocks are read for each forward (models/streaming). When a policy gives one rank a
-step, open jobs with the same weights that it gives no rank join it, and so with encodes. They need not be
-alike: each computes what it computes alone, in a dispatch of its own, and takes an equal part of the time.
-Each next task is decided anew. A policy that ends one job after the other would leave the others without a
-step to share. So before a step of a job without a deadline, jobs that are as urgent come to their first step.
+A *batch* (--batch) has jobs that follow each other in the file, arrive at once, and are equal in all but
+prompts, seeds and files. Policies see one job of it, the leader, when all others have come as far.
+
+Steps are *shared* by jobs of models whose blocks are read for each forward (models/streaming), because one
+read then serves them all. When a policy gives one rank a step, open jobs with the same weights that it gives
+no rank join it, and so with encodes. They need not be alike: each computes what it computes alone. Each next
+task is decided anew. A policy that ends one job after the other would leave the others without a step to
+share. So before a step of a job without a deadline, jobs that are as urgent come to their first step.
+
+Either way the steps are dispatches with consecutive numbers on one rank, each of which takes an equal part of
+the time.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage
+from gfgen.job.spec import call_key
 from gfgen.layout import ALONE
-from gfgen.runtime.control.batches import batch_peers
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.cost import CostClass, CostModel
@@ -24,11 +34,76 @@ from gfgen.snapshot import Decision, Snapshot
 MAX_JOBS = 8
 """Their 16 forwards of a guided 1024x1024 picture compute a block of Qwen-Image for 37 ms, three times as
 long as a read from host memory takes. More would keep more activations, and let the first file wait."""
-MAX_COMPUTED = 1.1
-"""A step that takes more than this many times its reads is bound by computing, and sharing gains nothing."""
+MAX_COMPUTED = 1.1  # a step of more times its reads is bound by computing: sharing gains nothing
 SHARED = (Stage.ENCODE, Stage.DENOISE)
 """Text encoders are streamed before transformers, and compute for milliseconds. Steps of a second pass are
 alone: the first of them decodes and encodes, too, and all keep activations of a larger picture."""
+_OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
+    ("negative_prompt", "prompt_syntax", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
+)
+_OF_TEXTS = re.compile("prompt|text|token|caption|char|length|string|word|json|KeyError", re.IGNORECASE)
+"""In reasons that may depend on what a job's texts are."""
+_texts = operator.attrgetter("job.spec.prompt", "job.spec.negative_prompt")
+
+
+@dataclass(slots=True)
+class Forming:
+    size: int
+    _last: list[JobRecord] = field(default_factory=list)
+
+    def add(self, record: JobRecord) -> None:
+        mates = self._last
+        is_next = 0 < len(mates) < self.size and not mates[-1].arrived
+        if self.size == 1 or not record.job.can_join_batch:
+            self._last = []
+        elif is_next and _likeness(record) == _likeness(mates[-1]):
+            mates.append(record)
+            record.batch = mates
+        else:
+            self._last = record.batch
+
+
+def is_to_wait(record: JobRecord) -> bool:
+    """Whether the next task of a job is a step of a batch for which another job of it stands."""
+    if not takes_steps_together(record):
+        return False
+    index = min(each.first_open_index for each in record.batch)
+    at_step = [each for each in record.batch if each.first_open_index == index]
+    return record is not at_step[0] or any(each.flights for each in at_step)
+
+
+def takes_steps_together(record: JobRecord) -> bool:
+    return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
+
+
+def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
+    """The other jobs that take the next step of a batch together with its leader."""
+    if not takes_steps_together(record):
+        return ()
+    index = record.progress.next_index
+    return [each for each in record.batch if each is not record and each.progress.next_index == index]
+
+
+def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
+    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
+    if (task := record.trouble.refused) is None:
+        return []
+    equals = [each for each in records if each is not record and _call(each) == _call(record)]
+    behind = [each for each in equals if each.first_open_index <= task.index]
+    is_of_texts = len(behind) < len(equals) or _OF_TEXTS.search(record.trouble.doom or "")
+    return [each for each in behind if _texts(each) == _texts(record)] if is_of_texts else behind
+
+
+def _call(record: JobRecord) -> object:
+    spec = record.job.spec
+    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256, record.patches
+
+
+def _likeness(record: JobRecord) -> object:
+    """Equal for jobs that differ in nothing that shapes their steps, or says when they run."""
+    job = record.job
+    counts = replace(job.spec, id="", prompt="", **_OF_ONE_JOB)
+    return job.checkpoint, job.shape, record.arrival_s, record.deadline_s, counts
 
 
 class Sharing:
@@ -36,8 +111,7 @@ class Sharing:
 
     def __init__(self, records: Mapping[str, JobRecord], costs: CostModel) -> None:
         self._reads_s, self._records, self._costs = costs.reads_s, records, costs
-        self._joining: dict[str, list[str]] = {}
-        """By job that a policy gives a rank for a step in this turn: the jobs that join it."""
+        self._joining: dict[str, list[str]] = {}  # by job with a rank in this turn: those that join it
 
     def arranged(
         self, decisions: list[Decision], snapshot: Snapshot, *, holds_back: Callable[[Decision], bool]

@@ -13,25 +13,22 @@ from gfgen.graph import FIRST_STEP, Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.policies.fair_share import Shares
 from gfgen.runtime.control.backlog import Backlog
-from gfgen.runtime.control.batches import with_equal_calls
 from gfgen.runtime.control.closing import Closing
 from gfgen.runtime.control.decider import legal_job
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks
 from gfgen.runtime.control.residency import ModelTurns
-from gfgen.runtime.control.sharing import Sharing
+from gfgen.runtime.control.sharing import Sharing, with_equal_calls
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
-from gfgen.runtime.ipc.messages import RankTimes
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.runtime.predict.cost import CostModel, JobCosts
 from gfgen.snapshot import Decision, Snapshot
 
@@ -69,8 +66,7 @@ class State:
         self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
         self._job_costs = JobCosts(self.jobs.records, costs)
-        self.expects_more = False
-        """Jobs may still be added: that all have ended does not finish the run."""
+        self.expects_more = False  # jobs may still be added: that all have ended does not finish the run
         self.backlog = Backlog()
 
     @property
@@ -83,11 +79,8 @@ class State:
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        if self.flights or self.jobs.writing:
-            return False
-        ranks = self.ranks.records
-        are_settled = all(rank.is_retired or rank.can_work for rank in ranks)
-        return len(self.jobs.open) > 0 and are_settled
+        are_settled = all(rank.is_retired or rank.can_work for rank in self.ranks.records)
+        return not self.flights and not self.jobs.writing and len(self.jobs.open) > 0 and are_settled
 
     @property
     def is_at_rest(self) -> bool:

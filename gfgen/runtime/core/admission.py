@@ -1,28 +1,44 @@
-"""Admission: turn the jobs of a job file into jobs as they run, or collect all of their problems."""
+"""Admission: turn the jobs of a job file into jobs as they run, or collect all of their problems.
+
+All of a job acts as written, is a `Problem`, or is among its `warnings`.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
+from gfgen.job.images import TRANSPARENT, remarks_on
 from gfgen.job.packed import FEW, Form, Packed
-from gfgen.job.spec import FRAME, JobSpec, filled, later_seed, output_name, spec_hash, with_defaults
+from gfgen.job.samplers import FLOW, ignored_schedule
+from gfgen.job.spec import (
+    FRAME,
+    JobSpec,
+    filled,
+    input_files,
+    later_seed,
+    output_name,
+    spec_hash,
+    with_defaults,
+)
 from gfgen.layout import Limits
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import evaluations_key
-from gfgen.runtime.core.effects import warnings_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
-from gfgen.system.wording import in_lines
+from gfgen.system.wording import counted, in_lines
 
-BATCH_FAMILIES = ("qwen-image", "wan")
-"""Beginnings of the names of families whose adapters are `BatchAdapter`s."""
+logger = logging.getLogger(__name__)
+
+BATCH_FAMILIES = ("qwen-image", "wan")  # beginnings of families whose adapters take a batch at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +47,15 @@ class AdmittedJob:
 
     info: JobInfo
     trajectory: Trajectory
-    shape: str
-    """The cost model's key: jobs of one model and shape have equal durations."""
+    shape: str  # the cost model's key: jobs of one model and shape have equal durations
     flops: Mapping[Stage, float]
     checkpoint: Path
     limits: Limits = field(default_factory=Limits)
-    num_reads: tuple[int, int] = (1, 1)
-    """How often a step reads streamed blocks: on one rank, and with a rank for each branch."""
-    has_nominal_flops: bool = False
-    """Its `flops` only compare sizes: the operations of its pipeline are unknown."""
-    twin: str | None = None
-    """The short name of an equal model, if the job names its model by a directory or a hub id."""
-    replaces: Content | None = None
-    """The existing file that its output may replace, as it was at admission (ownership.py)."""
-    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)
-    """The same for files of a job with several pictures, by name."""
+    num_reads: tuple[int, int] = (1, 1)  # of streamed blocks in a step: on one rank, and one for each branch
+    has_nominal_flops: bool = False  # `flops` only compare sizes: the operations are unknown
+    twin: str | None = None  # the short name of an equal model, if its own is a directory or hub id
+    replaces: Content | None = None  # the file that its output may replace, as it was (ownership.py)
+    replaces_numbered: Mapping[str, Content] = field(default_factory=dict)  # the same for pictures, by name
 
     @property
     def job_id(self) -> str:
@@ -95,8 +105,7 @@ JOBS = Form(
     {"info.asked": JobSpec, "info.spec": JobSpec, "trajectory": Trajectory, "info": JobInfo, "": AdmittedJob},
     lambda job: (job.checkpoint, job.shape, job.info.job_file),
 )
-Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]
-"""The jobs that are kept, and the problems of the others."""
+Judged = tuple[Sequence[AdmittedJob], Sequence[Problem]]  # the jobs that are kept, and others' problems
 
 
 def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
@@ -148,8 +157,11 @@ def admit(
             jobs.extend([_admit_one(spec, model, alike)])
         except JobError as error:
             problems += error.at_line(spec.line)
-    missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
-    return tuple(jobs) if isinstance(jobs, list) else jobs, (*problems, *missing)
+    for name, lines in lines_without.items():  # one problem for all jobs of a model, at their first line
+        reason = str(models[name]).removeprefix(f"model {name}: ")
+        reason += f" (the same model: {in_lines(lines[1:])})" if len(lines) > 1 else ""
+        problems.append(replace(Problem.of("model", name, reason), line=lines[0]))
+    return tuple(jobs) if isinstance(jobs, list) else jobs, tuple(problems)
 
 
 def families_of(jobs: Iterable[AdmittedJob]) -> Mapping[str, str]:
@@ -165,14 +177,6 @@ def check_batch(size: int, families: Mapping[str, str]) -> None:
                 f"--batch {size}: {name} computes one job at a time, unlike Qwen-Image and Wan; "
                 "leave out --batch, or run its jobs by themselves"
             )
-
-
-def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
-    """One problem for all jobs of a model, at their first line."""
-    reason = str(error).removeprefix(f"model {name}: ")
-    if len(lines) > 1:
-        reason += f" (the same model: {in_lines(lines[1:])})"
-    return replace(Problem.of("model", name, reason), line=lines[0])
 
 
 def _admit_one(
@@ -235,3 +239,91 @@ def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
     number = 2 if evaluations_key(spec, own.scheduler_class if own else None) else 1
     are_apart = own and own.signature.calls_branches_apart and own.is_guided(spec)
     return number * (2 if are_apart else 1), number
+
+
+# Warnings -------------------------------------------------------------------------------------
+
+MAX_DETAILS = 3  # details of a kind of warning that the log shows; the manifest has all
+_WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")  # up to 2: (16:9) and (12:30) are none
+_OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
+_BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
+WEIGHTS = "weights such as (red:1.3) in a prompt are plain text"
+OF_A1111 = '((red)), [blue], AND and BREAK in a prompt are plain text without "prompt_syntax": "a1111"'
+IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
+    WEIGHTS: _WEIGHTED,
+    OF_A1111: re.compile(rf"{_BRACKETS}|\b(?:AND|BREAK)\b"),
+    "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
+    "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
+    "options in a prompt are plain text; use fields of the job": _OPTION,
+}
+"""What other programs read in prompts."""
+
+
+def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
+    """What in a job does not act as written, as far as its fields and files tell."""
+    asked = info.asked
+    if info.rounding is not None:
+        yield Warned(f"rounded by {info.spec.model}", info.rounding)
+    yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
+    has_clip = isinstance(geometry, PipelineGeometry) and geometry.has_clip
+    if asked.prompt_syntax != info.spec.prompt_syntax:
+        asked = replace(asked, prompt_syntax=info.spec.prompt_syntax)
+    yield from warnings_of_texts(asked, has_clip=has_clip)
+    sampler = (asked.scheduler or {}).get("class")
+    own = geometry.scheduler_class or "" if isinstance(geometry, PipelineGeometry) else FLOW
+    if isinstance(sampler, str) and own.startswith(FLOW) and (schedule := ignored_schedule(sampler)):
+        yield Warned(f"the noise schedule {schedule} has no effect on models that predict flow", sampler)
+    is_guided = geometry.uses_cfg(info.spec)
+    if isinstance(geometry, PipelineGeometry):
+        is_guided = not geometry.ignores_negative_prompt(info.spec)
+        yield from _unused_by_call(asked, geometry)
+    if (asked.negative_prompt or "").strip() and not is_guided:
+        yield Warned("negative_prompt has no effect without guidance")
+
+
+def warnings_of_texts(asked: JobSpec, *, has_clip: bool = False) -> Iterator[Warned]:
+    fine = {WEIGHTS, OF_A1111} if asked.prompt_syntax else set() if has_clip else {OF_A1111}
+    for kind, pattern in IN_PROMPTS.items():
+        if kind not in fine and (found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}")):
+            yield Warned(kind, ", ".join(dict.fromkeys(found)))
+
+
+def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
+    name, signature = geometry.family, geometry.signature
+    for given, value in (("prompt", asked.prompt.strip()), ("steps", asked.steps)):
+        if value and signature.argument_of(given) is None:
+            yield Warned(f"{given} has no effect on {name}, whose call takes none")
+    if asked.guidance_scale is not None and (why := geometry.why_no_guidance) is not None:
+        yield Warned(f"guidance_scale has no effect on {asked.model}: {why}", f"{asked.guidance_scale:g}")
+    if "strength" in (asked.args or {}) and asked.image is None and not asked.files:
+        yield Warned("args.strength has no effect without an image")
+
+
+def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
+    hashes = {"image": spec.image_sha256, **(spec.files_sha256 or {})}
+    remarks = [
+        remark
+        for name, path in input_files(spec)
+        if name in hashes
+        for remark in remarks_on(str(path), str(hashes[name]), argument=name)
+    ]
+    others = [remark for remark in remarks if remark.kind != TRANSPARENT]
+    yield from others if has_alpha or spec.background else remarks
+    if spec.background and not has_alpha and others == remarks:
+        yield Warned("background has no effect: no pixel of a picture is transparent")
+
+
+def tell_of_warnings(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
+    """Log each kind of warning once, with the lines of its jobs, their number and the first details."""
+    kinds: dict[str, list[tuple[JobSpec, str]]] = defaultdict(list)
+    for spec, of_job in warnings:
+        for warned in of_job:
+            kinds[warned.kind].append((spec, warned.detail))
+    for kind, found in kinds.items():
+        lines = [spec.line for spec, _ in found]
+        where = f"{source} {in_lines(lines)}".strip() if lines[0] is not None else f"job {found[0][0].id}"
+        count = f" ({counted(len(found), 'job')})" if len(found) > 1 else ""
+        details = list(dict.fromkeys(detail for _, detail in found if detail))
+        more = f" and {len(details) - MAX_DETAILS} more" if len(details) > MAX_DETAILS else ""
+        shown = f": {'; '.join(details[:MAX_DETAILS])}{more}" if details else ""
+        logger.warning("%s%s: %s%s", where, count, kind, shown)

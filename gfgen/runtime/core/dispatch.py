@@ -1,12 +1,13 @@
-"""A task on its ranks: the unit of the global order."""
+"""A task on its ranks: the unit of the global order, and how its input comes to them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from gfgen.graph import Task
-from gfgen.layout import Layout
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.graph import DTYPE_BYTES, Artifact, Task
+from gfgen.layout import Layout, shard_bounds
+from gfgen.runtime.ipc.messages import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,10 @@ class Dispatch:
     predicted_end_s: float
     producer: int | None = None
     source: Layout | None = None
-    transfers: tuple[Transfer, ...] = ()
-    """Moves from `source` to `layout` before the task can start."""
-    switch_s: float = 0.0
-    """Predicted time to merge the job's patches, as a part of the task; 0 if the ranks hold them."""
-    batch: range | None = None
-    """The dispatches of its batch, by number: the rank computes their steps together."""
-    late_s: float = 0.0
-    """Of a step that a policy has approximated: how late its job would be without."""
+    transfers: tuple[Transfer, ...] = ()  # moves from `source` to `layout` before the task can start
+    switch_s: float = 0.0  # predicted time to merge the job's patches; 0 if the ranks hold them
+    batch: range | None = None  # the dispatches of its batch: their steps are computed together
+    late_s: float = 0.0  # of a step that a policy has approximated: how late its job would be without
 
     @property
     def predicted_s(self) -> float:
@@ -67,3 +64,27 @@ class Dispatch:
     @property
     def ranks_involved(self) -> set[int]:
         return {*self.layout.ranks, *(transfer.source for transfer in self.transfers)}
+
+
+def plan_transfers(artifact: Artifact, *, source: Layout, destination: Layout) -> tuple[Transfer, ...]:
+    """All transfers, in order of field, destination and range; each missing element comes exactly once.
+
+    Every rank of a layout holds the whole state, so each new rank needs all of it, and the ranks that have
+    it share the work: if 0 and 1 hold n rows and 2 needs them, 0 sends rows 0..n/2, and 1 the others.
+    """
+    transfers = []
+    for name, shape, dtype in artifact.fields:
+        axis = longest_axis(shape)
+        row_bytes = math.prod(shape) // shape[axis] * DTYPE_BYTES[dtype]
+        for rank in destination.ranks:
+            for idx, owner in enumerate(source.ranks) if rank not in source.ranks else ():
+                start, stop = shard_bounds(shape[axis], source.degree, idx)
+                if start < stop:
+                    size_bytes = (stop - start) * row_bytes
+                    transfers.append(Transfer(owner, rank, name, axis, start, stop, size_bytes))
+    return tuple(transfers)
+
+
+def longest_axis(shape: tuple[int, ...]) -> int:
+    """The axis along which a field is cut: the first of the longest."""
+    return max(range(len(shape)), key=lambda axis: shape[axis])

@@ -1,11 +1,15 @@
 """All events of a run, which alone change its state, in the order of receipt or (time_s, kind, number).
 
 The kinds are in the order of simultaneous events: ends first, so that a rank that becomes free can take an
-arriving job.
+arriving job. The clock gives out those that are due.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,8 +49,7 @@ class RankLoaded(Event):
 
     rank: int
     load_s: float
-    copied: tuple[str, ...] = ()
-    """The models that came back from main memory, where a copy is kept (models/streaming/keeping.py)."""
+    copied: tuple[str, ...] = ()  # models that came back from main memory (models/streaming/placing.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +125,9 @@ class OutputWritten(Event):
     size_bytes: int
     write_s: float
     writer: int = 0
-    sha256: str | None = None
-    """In hex."""
-    files: tuple[NamedContent, ...] = ()
-    """All files of a job with several; `path` is the first one."""
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each file, if only the decode knew them."""
+    sha256: str | None = None  # in hex
+    files: tuple[NamedContent, ...] = ()  # all files of a job with several; `path` is the first one
+    made: tuple[int, int, int] | None = None  # frames, height, width of each, if only the decode knew
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,7 @@ class JobCancelled(Event):
 class JobArrived(Event):
     job_id: str
     spec_hash: str = ""
-    seed: int | None = None
-    """Drawn for a job that asks for a random one."""
+    seed: int | None = None  # drawn for a job that asks for a random one
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +176,7 @@ class ModelsChanged(Event):
     """Ranks hold these models from now on, and load missing ones after their current task."""
 
     models: Sequence[str]
-    load_s: float
-    """Predicted."""
+    load_s: float  # predicted
     reason: str
 
 
@@ -209,3 +207,60 @@ class GraceOver(Event):
 @dataclass(frozen=True, slots=True)
 class Wakeup(Event):
     """A task is predicted to end within the lookahead, so the next one may be queued behind it."""
+
+
+_KINDS = {kind: number for number, kind in enumerate(list(globals().values())) if isinstance(kind, type)}
+"""The order of simultaneous events."""
+
+
+class Clock:
+    """Time since the start of a run, and scheduled events: wall time, or virtual time that is advanced."""
+
+    def __init__(self, *, virtual: bool = False) -> None:
+        self._epoch_s: float | None = None if virtual else time.monotonic()
+        self.started_at = 0.0 if virtual else time.time()  # in Unix time; 0 in virtual time
+        self._virtual_s = 0.0
+        self._has_turned = False
+        self.turn_s = 0.0  # for which this turn decides: that of the snapshot, and of the journal's record
+        self._due: list[tuple[float, int, int, Event]] = []
+        self._numbers = itertools.count()
+        self.look_s = math.inf  # when to turn without an event, to decide what follows a task
+
+    @property
+    def now_s(self) -> float:
+        return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
+
+    def begin_turn(self) -> None:
+        self._has_turned = True
+        self.turn_s = self.now_s
+
+    def from_monotonic(self, monotonic_s: float) -> float:
+        """Convert a reading of the machine's monotonic clock, from any process, to this clock."""
+        assert self._epoch_s is not None, "virtual time has no relation to the machine's clock"
+        return monotonic_s - self._epoch_s
+
+    def at(self, event: Event) -> None:
+        """Schedule an event at its `time_s`."""
+        heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
+
+    def next_wakeup(self) -> float | None:
+        """When the next event or look is due; None if nothing is scheduled."""
+        next_s = min(self._due[0][0], self.look_s) if self._due else self.look_s
+        return None if next_s == math.inf else next_s
+
+    def brings_more(self, *, before_s: float, than: tuple[type[Event], ...]) -> bool:
+        """Whether an event of a kind other than `than` is scheduled before `before_s`."""
+        return any(time_s < before_s and not isinstance(event, than) for time_s, _, _, event in self._due)
+
+    def due(self) -> list[Event]:
+        """Take the events that are due, in their total order."""
+        now_s, due, released = self.now_s, self._due, []
+        while due and due[0][0] <= now_s:
+            released.append(heapq.heappop(due)[3])
+        return released
+
+    def advance(self, to_s: float) -> None:
+        assert self._epoch_s is None, "wall time passes by itself"
+        self._virtual_s = max(self._virtual_s, to_s)
+        if not self._has_turned:
+            self.turn_s = self._virtual_s

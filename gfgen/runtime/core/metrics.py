@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone
@@ -13,11 +13,9 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import MAX_NAMED, in_words, size_in_words
 
-MAX_LATENCIES = 10_000
-"""Percentiles are those of this many jobs, the last ones."""
+MAX_LATENCIES = 10_000  # percentiles are those of this many jobs, the last ones
 ALL_TAGS = "all"
-PERCENTILES_FROM = 100
-"""Jobs; the 99th percentile of fewer is their maximum."""
+PERCENTILES_FROM = 100  # jobs; the 99th percentile of fewer is their maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,7 @@ class Latency:
     p50_s: float
     p95_s: float
     p99_s: float
-    is_sampled: bool = False
-    """The percentiles (not the mean) are those of the last MAX_LATENCIES jobs."""
+    is_sampled: bool = False  # the percentiles (not the mean) are those of the last MAX_LATENCIES jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class Attainment:
         return self.num_met / self.num_jobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Summary:
     """The run in numbers. Skipped jobs are counted and in nothing else."""
 
@@ -53,28 +50,20 @@ class Summary:
     num_skipped: int = 0
     num_unfinished: int = 0
     num_tasks: int = 0
-    makespan_s: float = 0.0
-    """From the first arrival to the last end of a job, or of a task where jobs are unfinished."""
+    makespan_s: float = 0.0  # from the first arrival to the last end of a job, or of a task
     latency: Latency | None = None
     deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
     num_ranks: int = 0
-    busy_s: float = 0.0
-    """Of all ranks: executing tasks."""
-    waited_s: float = 0.0
-    """Of all ranks: holding a task whose input was not there yet."""
-    moved_s: float = 0.0
-    """Of all ranks: copying a task's input."""
+    busy_s: float = 0.0  # of all ranks: executing tasks
+    waited_s: float = 0.0  # of all ranks: holding a task whose input was not there yet
+    moved_s: float = 0.0  # of all ranks: copying a task's input
     num_model_changes: int = 0
-    load_s: float = 0.0
-    """Of a rank's time, on average: loading models at these changes."""
-    memory: Mapping[int, MemoryUse] = field(default_factory=dict)
-    """By rank; empty where nobody could tell."""
-    policy_fault: str | None = None
-    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
+    load_s: float = 0.0  # of a rank's time, on average: loading models at these changes
+    memory: Mapping[int, MemoryUse] = field(default_factory=dict)  # by rank; empty where nobody could tell
+    policy_fault: str | None = None  # why the policy was given up, if `fcfs` finished the run
     num_cancelled: int = 0
     num_dropped: int = 0
-    failures: tuple[str, ...] = ()
-    """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
+    failures: tuple[str, ...] = ()  # 'id: reason' of the first jobs that failed, MAX_NAMED at most
 
     @property
     def num_jobs(self) -> int:
@@ -108,7 +97,11 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The block that a person reads at the end of a run."""
-        lines = [f"jobs       {self._counts()}"]
+        counts = [f"{self.num_done} done"]
+        for status in ("dropped", "failed", "cancelled", "unfinished", "skipped"):
+            if count := getattr(self, f"num_{status}"):
+                counts.append(f"{count} {status}{' (done before)' if status == 'skipped' else ''}")
+        lines = [f"jobs       {', '.join(counts)}"]
         if self.makespan_s > 0:
             lines[0] += f" in {in_words(self.makespan_s)} ({self.jobs_per_min:,.1f} a minute)"
         if self.latency:
@@ -152,15 +145,9 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """The numbers; times in seconds, shares from 0 to 1."""
+        statuses = ("done", "dropped", "failed", "cancelled", "skipped", "unfinished")
         return {
-            "jobs": {
-                "done": self.num_done,
-                "dropped": self.num_dropped,
-                "failed": self.num_failed,
-                "cancelled": self.num_cancelled,
-                "skipped": self.num_skipped,
-                "unfinished": self.num_unfinished,
-            },
+            "jobs": {status: getattr(self, f"num_{status}") for status in statuses},
             "num_tasks": self.num_tasks,
             "model_changes": {"times": self.num_model_changes, "load_s": self.load_s},
             "makespan_s": self.makespan_s,
@@ -186,17 +173,6 @@ class Summary:
         total_s = self.num_ranks * self.makespan_s
         return seconds / total_s if total_s > 0 else 0.0
 
-    def _counts(self) -> str:
-        counts = {
-            "dropped": self.num_dropped,
-            "failed": self.num_failed,
-            "cancelled": self.num_cancelled,
-            "unfinished": self.num_unfinished,
-            "skipped (done before)": self.num_skipped,
-        }
-        others = [f"{count} {name}" for name, count in counts.items() if count]
-        return ", ".join([f"{self.num_done} done", *others])
-
     def _memory_taken(self) -> str:
         host = f"{size_in_words(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
         peaks = self.device_peaks
@@ -220,42 +196,38 @@ class Metrics(Observer):
     """Adds up what happens; `summary` may be asked at any time."""
 
     def __init__(self) -> None:
-        self._num_jobs = self._num_ranks = self._num_tasks = self._num_model_changes = self._num_skipped = 0
+        self._sums = Summary()  # what needs no further computation
+        self._num_jobs = 0
         self._num_ended: Counter[str] = Counter()
-        self._failures: list[str] = []
         self._latency_s = 0.0
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._num_due: Counter[str] = Counter()
-        self._num_met: Counter[str] = Counter()
-        """By tag: jobs with a deadline, and those of them that met it."""
-        self._busy_s = self._waited_s = self._moved_s = 0.0
-        self._first_s, self._last_s = math.inf, 0.0
-        """The first arrival of a job that has ended, and the last end."""
-        self._load_s = 0.0
-        self._memory: Mapping[int, MemoryUse] = {}
+        self._num_met: Counter[str] = Counter()  # by tag: jobs with a deadline, and those of them that met it
+        self._first_s, self._last_s = math.inf, 0.0  # the first arrival of an ended job, and the last end
 
     def skipped(self, number: int) -> None:
-        self._num_skipped = number
+        self._sums.num_skipped = number
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._num_jobs, self._num_ranks = len(jobs), num_ranks
+        self._num_jobs, self._sums.num_ranks = len(jobs), num_ranks
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         self._num_jobs += len(jobs)
 
     def applied(self, event: Event) -> None:
+        sums = self._sums
         if isinstance(event, TaskDone):
-            self._num_tasks += 1
+            sums.num_tasks += 1
             for times in event.times:
-                self._num_ranks = max(self._num_ranks, times.rank + 1)
+                sums.num_ranks = max(sums.num_ranks, times.rank + 1)
                 self._last_s = max(self._last_s, times.ended_s)
-                self._busy_s += times.ended_s - times.started_s
-                self._waited_s += times.waited_s
-                self._moved_s += times.moved_s
+                sums.busy_s += times.ended_s - times.started_s
+                sums.waited_s += times.waited_s
+                sums.moved_s += times.moved_s
         elif isinstance(event, ModelsChanged):
-            self._num_model_changes += 1
+            sums.num_model_changes += 1
         elif isinstance(event, RankLoaded):
-            self._load_s += event.load_s
+            sums.load_s += event.load_s
 
     def ended(self, outcome: JobOutcome) -> None:
         self._num_ended[outcome.status] += 1
@@ -264,37 +236,28 @@ class Metrics(Observer):
         if outcome.status == "done":
             self._latency_s += outcome.ended_s - outcome.arrival_s
             self._latencies_s.append(outcome.ended_s - outcome.arrival_s)
-        elif outcome.status == "failed" and len(self._failures) < MAX_NAMED:
-            self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
+        elif outcome.status == "failed" and len(self._sums.failures) < MAX_NAMED:
+            self._sums.failures += (f"{outcome.info.job_id}: {outcome.error}",)
         if outcome.met_deadline is not None:
             tag = outcome.info.spec.tag or ""
             self._num_due[tag] += 1
             self._num_met[tag] += outcome.met_deadline
 
     def measured(self, use: Mapping[int, MemoryUse]) -> None:
-        self._memory = use
+        self._sums.memory = use
 
     def summary(self) -> Summary:
-        num_ended = self._num_ended.total()
-        by_tag = {tag: Attainment(self._num_met[tag], num_due) for tag, num_due in self._num_due.items()}
-        return Summary(
-            num_done=self._num_ended["done"],
-            num_failed=self._num_ended["failed"],
-            num_cancelled=self._num_ended["cancelled"],
-            failures=tuple(self._failures),
-            num_skipped=self._num_skipped,
+        ended, num_ended = self._num_ended, self._num_ended.total()
+        return replace(
+            self._sums,
+            num_done=ended["done"],
+            num_failed=ended["failed"],
+            num_cancelled=ended["cancelled"],
             num_unfinished=max(0, self._num_jobs - num_ended),
-            num_tasks=self._num_tasks,
             makespan_s=self._last_s - self._first_s if num_ended else 0.0,
             latency=self._latency(),
-            deadlines_by_tag=by_tag,
-            num_ranks=self._num_ranks,
-            busy_s=self._busy_s,
-            waited_s=self._waited_s,
-            moved_s=self._moved_s,
-            num_model_changes=self._num_model_changes,
-            load_s=self._load_s / max(1, self._num_ranks),
-            memory=self._memory,
+            deadlines_by_tag={tag: Attainment(self._num_met[tag], due) for tag, due in self._num_due.items()},
+            load_s=self._sums.load_s / max(1, self._sums.num_ranks),
         )
 
     def _latency(self) -> Latency | None:

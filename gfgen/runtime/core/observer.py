@@ -25,18 +25,14 @@ RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
 @dataclass(frozen=True, slots=True)
 class JobInfo:
     asked: JobSpec
-    spec: JobSpec
-    """As run: rounded, with defaults filled in."""
+    spec: JobSpec  # as run: rounded, with defaults filled in
     num_tasks: int
     file: str
     spec_hash: str
     family: str
-    job_file: str | None = None
-    """The job file, as the manifest names it (ownership.py); None for a job without one."""
-    warnings: tuple[Warned, ...] = ()
-    """What in it does not act as written (effects.py)."""
-    attempt: int = 1
-    """Later ones have other seeds, because a filter wanted them (`--keep-if`)."""
+    job_file: str | None = None  # as the manifest names it (ownership.py); None for a job without one
+    warnings: tuple[Warned, ...] = ()  # what in it does not act as written (admission.py)
+    attempt: int = 1  # later ones have other seeds, because a filter wanted them (`--keep-if`)
 
     @property
     def job_id(self) -> str:
@@ -74,8 +70,7 @@ class JobOutcome:
     info: JobInfo
     status: OutcomeStatus
     arrival_s: float = 0.0
-    started_s: float | None = None
-    """Start of its first task on a rank."""
+    started_s: float | None = None  # start of its first task on a rank
     ended_s: float = 0.0
     deadline_s: float | None = None
     busy_s: float = 0.0
@@ -84,26 +79,16 @@ class JobOutcome:
     is_refused: bool = False
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
-    written: Content | None = None
-    """Its file as written, the first one if there are several; None if there is none."""
-    files: tuple[NamedContent, ...] = ()
-    """All of them, if there are several."""
-    made: tuple[int, int, int] | None = None
-    """Frames, height and width of each, if only the decode knew them."""
-    rank_s: float = 0.0
-    """Seconds of each of its ranks, summed over its tasks: GPU-seconds."""
-    first_uses_s: float = 0.0
-    """The part of `busy_s` in tasks that were the first of their kind in a rank's process."""
-    peak_bytes: int | None = None
-    """The most that torch had allocated on one of its GPUs; None on CPU ranks."""
-    num_approximate: int = 0
-    """Steps that ran without the transformer."""
-    why_approximate: str | None = None
-    """Why a policy had steps approximated; None if none did."""
-    batch: int = 1
-    """The most jobs, this one included, that a step of it was computed with."""
-    entry: dict[str, Any] = field(default_factory=dict)
-    """Its line in the manifest, if it has one."""
+    written: Content | None = None  # its file as written, the first of several; None if there is none
+    files: tuple[NamedContent, ...] = ()  # all of them, if there are several
+    made: tuple[int, int, int] | None = None  # frames, height and width of each, if only the decode knew them
+    rank_s: float = 0.0  # seconds of each of its ranks, summed over its tasks: GPU-seconds
+    first_uses_s: float = 0.0  # the part of `busy_s` in first tasks of their kind in a process
+    peak_bytes: int | None = None  # the most that torch had allocated on one of its GPUs; None on CPU ranks
+    num_approximate: int = 0  # steps that ran without the transformer
+    why_approximate: str | None = None  # why a policy had steps approximated; None if none did
+    batch: int = 1  # the most jobs, this one included, that a step of it was computed with
+    entry: dict[str, Any] = field(default_factory=dict)  # its line in the manifest, if it has one
 
     @property
     def job_id(self) -> str:
@@ -126,10 +111,8 @@ class JobOutcome:
 class Observer:
     """Does nothing; subclasses override what they watch."""
 
-    view: RunView
-    """Set by `with_view`: it has applied what the observer is told."""
-    refresh_s: float | None = None
-    """Interval of `refreshed` in seconds; None for never."""
+    view: RunView  # set by `with_view`: it has applied what the observer is told
+    refresh_s: float | None = None  # interval of `refreshed` in seconds; None for never
 
     def skipped(self, number: int) -> None:
         """This many jobs were done before the run starts; they are no jobs of it."""
@@ -171,8 +154,7 @@ class RankState:
     node: str | None = None
     phase: RankPhase = "starting"
     num_restarts: int = 0
-    queue: list[int] = field(default_factory=list)
-    """Numbers of its dispatches; the first one runs."""
+    queue: list[int] = field(default_factory=list)  # numbers of its dispatches; the first one runs
     last: Dispatch | None = None
 
     @property
@@ -187,19 +169,15 @@ class RunView(Observer):
 
     def __init__(self) -> None:
         self.policy = ""
-        self.policy_change: events.PolicyChanged | None = None
-        """The last one since that request."""
+        self.policy_change: events.PolicyChanged | None = None  # the last one since that request
         self.is_stopping = False
         self.open: dict[str, JobInfo] = {}
         self.started: dict[str, Dispatch] = {}
-        self.backlog: Collection[str] = ()
-        """Ids of jobs that are neither open nor have ended."""
+        self.backlog: Collection[str] = ()  # ids of jobs that are neither open nor have ended
         self._num_added = 0
-        self.num_ended: Counter[str] = Counter()
-        """By status."""
+        self.num_ended: Counter[str] = Counter()  # by status
         self.num_skipped = 0
-        self.num_missed = 0
-        """Jobs that were done after their deadline."""
+        self.num_missed = 0  # jobs that were done after their deadline
         self.ranks: dict[int, RankState] = {}
         self.running: dict[int, Dispatch] = {}
 

@@ -12,14 +12,11 @@ from typing import Any
 from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
-JobKind = tuple[str, str, int, int]
-"""Model, shape, tasks, approximate steps: jobs of one kind that have not started have equal durations."""
+JobKind = tuple[str, str, int, int]  # model, shape, tasks, approximate steps: equally long if not started
 
 _NUM_PLACES = 2**40
-MAX_ORDERS = 4
-"""Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""
-MAX_CHANGED = 10_000
-"""An order is dropped after this many changes, because the policy that used it no longer decides."""
+MAX_ORDERS = 4  # a policy has one or two; a key created at each call evicts others
+MAX_CHANGED = 10_000  # an order with more changes is dropped: its policy no longer decides
 
 
 def kind_of(view: JobView) -> JobKind:
@@ -39,8 +36,7 @@ class OpenJobs:
         self._next_number = itertools.count()
         self._orders: dict[SortKey, _SortedViews] = {}
         self._num_unbegun: Counter[JobKind] = Counter()
-        self.generation = 0
-        """Rises with every change."""
+        self.generation = 0  # rises with every change
 
     def __len__(self) -> int:
         return len(self._views)
@@ -111,18 +107,17 @@ class _SortedViews:
     """One sorted list. Keys are computed when a policy asks, not when the state changes."""
 
     key: SortKey
-    changed: set[str]
-    """Jobs added, changed or removed since the last update of the list."""
-    places: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """By job: its sort key, and its number in the order of opening."""
-    keys: list[tuple[Any, int]] = field(default_factory=list)
-    """The places in order; `views` has the jobs in the same order."""
+    changed: set[str]  # jobs added, changed or removed since the last update of the list
+    places: dict[str, tuple[Any, int]] = field(default_factory=dict)  # its sort key, and its number
+    keys: list[tuple[Any, int]] = field(default_factory=list)  # the places in order, as `views`
     views: list[JobView] = field(default_factory=list)
 
     def catch_up(self, views: Mapping[str, JobView], numbers: Mapping[str, int]) -> None:
         if len(self.changed) * 4 > len(views):
-            self._sort(views, numbers)
-            return
+            self.places = {job_id: (self.key(view), numbers[job_id]) for job_id, view in views.items()}
+            pairs = sorted(self.places.items(), key=lambda pair: pair[1])
+            self.keys, self.views = [place for _, place in pairs], [views[job_id] for job_id, _ in pairs]
+            self.changed.clear()
         for job_id in self.changed:
             if job_id in self.places:
                 at = bisect_left(self.keys, self.places.pop(job_id))
@@ -135,13 +130,6 @@ class _SortedViews:
                 self.places[job_id] = place
         self.changed.clear()
 
-    def _sort(self, views: Mapping[str, JobView], numbers: Mapping[str, int]) -> None:
-        self.places = {job_id: (self.key(view), numbers[job_id]) for job_id, view in views.items()}
-        pairs = sorted(self.places.items(), key=lambda pair: pair[1])
-        self.keys = [place for _, place in pairs]
-        self.views = [views[job_id] for job_id, _ in pairs]
-        self.changed.clear()
-
 
 class OpenJobOrders:
     """`OpenJobs.sorted` for one snapshot, until the open jobs change."""
@@ -152,8 +140,7 @@ class OpenJobOrders:
         self._jobs = jobs
         self._generation = jobs.generation
         self._of = of
-        self._joining = joining
-        """Jobs of the snapshot that are not open yet."""
+        self._joining = joining  # jobs of the snapshot that are not open yet
 
     def sorted(self, views: Mapping[str, JobView], key: SortKey) -> list[JobView] | None:
         """These views in order; None if they are not the snapshot's, or the snapshot is out of date."""

@@ -25,8 +25,7 @@ from gfgen.errors import Problem, listed
 from gfgen.job.inputs import MAX_FILE_BYTES
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import WATCHED_NAME, is_finished
@@ -39,10 +38,8 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 REPORT_SUFFIX = ".errors.txt"
-SETTLED_S = 1.0
-"""A file that has not changed for this time is complete."""
-UNFINISHED_S = 30.0
-"""The same for a file whose last line has no end."""
+SETTLED_S = 1.0  # a file that has not changed for this time is complete
+UNFINISHED_S = 30.0  # the same for a file whose last line has no end
 LOOK_S = 0.5
 
 AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
@@ -70,8 +67,7 @@ class Inbox(Observer):
     folder: Path
     _: KW_ONLY
     output_dir: Path
-    admit: AdmitSpecs
-    """Gives the jobs that can run, and the problems of the others."""
+    admit: AdmitSpecs  # gives the jobs that can run, and the problems of the others
     skip_invalid: bool = False
     overwrite: bool = False
     named_at: float | None = None
@@ -80,13 +76,10 @@ class Inbox(Observer):
     def __post_init__(self) -> None:
         self._manifest = ManifestIndex(self.output_dir)
         self._sights: dict[str, _FileScan] = {}
-        self._unreadable: set[str] = set()
-        """Names of files that cannot be read, as the log says."""
+        self._unreadable: set[str] = set()  # names of files that cannot be read, as the log says
         self._known: dict[str, _WatchedJob] = {}
-        self._owners: dict[str, str] = {}
-        """By key of an output name: the key of the job that writes it."""
-        self._taken: set[tuple[str, str]] = set()
-        """Name and content of the files that this process has taken."""
+        self._owners: dict[str, str] = {}  # by key of an output name: the key of the job that writes it
+        self._taken: set[tuple[str, str]] = set()  # name and content of the files that this process has taken
         self._before = read_taken(self.output_dir / WATCHED_NAME)
         self._record = LineFile(self.output_dir / WATCHED_NAME)
         self._is_missing = False
@@ -228,14 +221,26 @@ class Inbox(Observer):
             return []
         jobs, problems = self._judge(path, content)
         todo = self._todo(jobs, key)
-        jobs, refused = self._claim(path, jobs, todo)
+        at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
+        jobs, refused = claim_files(
+            jobs,
+            output_dir=self.output_dir,
+            job_file=job_file_name(path, self.output_dir),
+            done={job.job_id for job in jobs}.difference(todo),
+            inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
+            overwrite=self.overwrite,
+        )
         problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
         is_refused = bool(problems) and not (self.skip_invalid and jobs)
         _report(path, problems, is_refused=is_refused)
         if is_refused:
             return []
         self._note(jobs, todo, source=path.name)
-        self._remember(key, num_jobs=len(jobs))
+        self._taken.add(key)
+        if key not in self._before:
+            taken_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.now()))
+            entry = {"version": SCHEMA_VERSION, "file": key[0], "sha256": key[1], "jobs": len(jobs)}
+            self._record.append(json.dumps(entry | {"taken_at": taken_at}).encode() + b"\n")
         started = [job for job in jobs if job.job_id in todo]
         logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
         tell_of_warnings(((job.info.spec, job.info.warnings) for job in started), source=path.name)
@@ -269,20 +274,6 @@ class Inbox(Observer):
             return Problem(line, "id", job.job_id, later)
         return None
 
-    def _claim(
-        self, path: Path, jobs: Sequence[AdmittedJob], todo: Collection[str]
-    ) -> tuple[list[AdmittedJob], list[Problem]]:
-        """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-        at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
-        return claim_files(
-            jobs,
-            output_dir=self.output_dir,
-            job_file=job_file_name(path, self.output_dir),
-            done={job.job_id for job in jobs}.difference(todo),
-            inputs={path: f"the {name} of a job at work" for inputs in at_work for name, path in inputs},
-            overwrite=self.overwrite,
-        )
-
     def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
         lines = self._manifest
         lines.catch_up()
@@ -307,19 +298,6 @@ class Inbox(Observer):
             known.status = "at work" if job.job_id in todo else "done"
             self._known[name_key(job.job_id)] = known
             self._owners[name_key(job.info.file)] = name_key(job.job_id)
-
-    def _remember(self, key: tuple[str, str], *, num_jobs: int) -> None:
-        self._taken.add(key)
-        if key in self._before:
-            return
-        entry = {
-            "version": SCHEMA_VERSION,
-            "file": key[0],
-            "sha256": key[1],
-            "jobs": num_jobs,
-            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.now())),
-        }
-        self._record.append(json.dumps(entry).encode() + b"\n")
 
 
 def _is_job_file(name: str) -> bool:

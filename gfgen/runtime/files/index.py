@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = ".gfgen.index"
 VERSION = 1
-CATCH_UP = 1_000
-"""Ends of jobs, in a run."""
+CATCH_UP = 1_000  # ends of jobs, in a run
 _MARK_BYTES = 4_096
 _TABLES = """
 CREATE TABLE ended (id TEXT PRIMARY KEY, start INT, size INT, status TEXT, at REAL) WITHOUT ROWID;
@@ -122,10 +121,6 @@ class ManifestIndex(Observer):
             return default
         found = self._found("SELECT start, size FROM ended WHERE id = ?", job_id)
         return default if found is None else self._read(*found)
-
-    def __getitem__(self, job_id: str) -> ManifestLine:
-        found: ManifestLine = self.get(job_id)
-        return found
 
     def _read(self, start: int, size: int) -> ManifestLine:
         found: ManifestLine = json.loads(os.pread(self._manifest, size, start))

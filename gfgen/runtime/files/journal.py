@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
 VERSION = 2
-READABLE = (1, VERSION)
-"""Versions that one file may contain."""
+READABLE = (1, VERSION)  # versions that one file may contain
 _MAX_HEADER_BYTES = 65536
 _HEADER = b'{"gfgen_journal"'
 

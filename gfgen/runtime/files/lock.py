@@ -16,8 +16,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gfgen.errors import LockedError, OutputError
 
@@ -25,14 +25,12 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".gfgen.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-ORPHANS_S = 5.0
-"""How long to wait for the processes of a killed run: the kernel kills them too, and frees their memory."""
+ORPHANS_S = 5.0  # how long to wait for the processes of a killed run: the kernel frees their memory
 _POLL_S = 0.05
 _MAX_NOTE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     pid: int
     since: str
 

@@ -21,16 +21,12 @@ from gfgen.system.linefile import LineFile, read_from
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
-WATCHED_NAME = "watched.jsonl"
-"""What `--watch` took from its folder (inbox.py)."""
+WATCHED_NAME = "watched.jsonl"  # what `--watch` took from its folder (inbox.py)
 SCHEMA_VERSION = 1
-_BEGINNING_BYTES = 2**20
-"""How much of a file `check_own` reads. It holds at least one whole line."""
-SIMULATED = "simulated"
-"""Key of lines of simulated jobs, which have no file. Its value is true."""
+_BEGINNING_BYTES = 2**20  # how much of a file `check_own` reads. It holds at least one whole line.
+SIMULATED = "simulated"  # key of lines of simulated jobs, which have no file. Its value is true.
 
-ManifestLine = dict[str, Any]
-"""One line as parsed JSON, with the keys of `manifest_entry`."""
+ManifestLine = dict[str, Any]  # one line as parsed JSON, with the keys of `manifest_entry`
 
 
 class ManifestWriter(Observer):

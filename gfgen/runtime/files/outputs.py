@@ -20,26 +20,18 @@ from gfgen.errors import OutputError
 from gfgen.job.images import as_rgb
 from gfgen.job.spec import FORMATS, VIDEO_SUFFIXES, format_of
 from gfgen.runtime.files import metadata as labels
-from gfgen.runtime.ipc.content import (
-    IMAGE_SUFFIXES,
-    SHRINKS,
-    Content,
-    name_file,
-    temporary_name,
-)
+from gfgen.runtime.ipc.content import IMAGE_SUFFIXES, SHRINKS, Content, name_file, temporary_name
 from gfgen.system.lifeline import die_with_parent
 from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes, num_cores
 from gfgen.system.wording import size_in_words
 
-Frames = NDArray[np.uint8 | np.uint16]
-"""16 bits only for PNG."""
+Frames = NDArray[np.uint8 | np.uint16]  # 16 bits only for PNG
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    samples_CS: NDArray[np.float32]
-    """Channels and samples, in [-1, 1]."""
+    samples_CS: NDArray[np.float32]  # channels and samples, in [-1, 1]
     rate: int
 
 
@@ -48,10 +40,8 @@ CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
 SOUND_BITS_PER_S = "192k"
 PICTURE_QUALITY = 95
-RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25, "webm": 20}
-"""Qualities of encoders where compression is hardly visible; lower is better."""
-WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63, "webm": 63}
-"""For quality 0; 100 is lossless or nearly so."""
+RATE_FACTORS = {"mp4": 18, "h265": 20, "av1": 25, "webm": 20}  # hardly visible compression; lower is better
+WORST_RATE_FACTORS = {"mp4": 51, "h265": 51, "av1": 63, "webm": 63}  # for quality 0; 100 is nearly lossless
 _CODECS = {
     "mp4": ("libx264", "-preset", "medium"),
     "h265": ("libx265", "-preset", "medium", "-tag:v", "hvc1", "-x265-params", "log-level=error"),
@@ -68,7 +58,6 @@ _CONTAINERS = {
 _PNG_HEAD_BYTES = 33
 _EXIF_MAKER_NOTE, _EXIF_IFD, _EXIF_USER_COMMENT = 0x927C, 0x8769, 0x9286
 _JPEG_EXIF_BYTES = 65_533
-_INSTALL_FFMPEG = "cannot write videos without ffmpeg; pip install imageio-ffmpeg"
 
 
 def write_output(
@@ -208,8 +197,11 @@ def _write_video(
         _memory_file(samples) as sound_file,
         _memory_file() as complaints,
     ):
-        fds = (tag_file.fileno(), sound_file.fileno())
-        coding, sounds = _coding_options(metadata, path.suffix.lower()), _sound_input(sound, fds[1])
+        fds, sounds = (tag_file.fileno(), sound_file.fileno()), list[str]()
+        if sound is not None:
+            sounds = ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS))]
+            sounds += ["-i", f"pipe:{fds[1]}"]
+        coding = _coding_options(metadata, path.suffix.lower())
         command = _encode_command(frames, path, coding, fps=fps, tag_fd=fds[0], sound=sounds)
         with _ffmpeg(command, complaints=complaints, keep_fds=fds) as process:
             assert process.stdin is not None
@@ -220,12 +212,6 @@ def _write_video(
             status = process.wait()
         if status != 0:
             raise _encoder_error(status, complaints)
-
-
-def _sound_input(sound: Sound | None, fd: int) -> list[str]:
-    if sound is None:
-        return []
-    return ["-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples_CS)), "-i", f"pipe:{fd}"]
 
 
 def _coding_options(metadata: labels.Metadata, suffix: str) -> list[str]:
@@ -295,7 +281,7 @@ def _ffmpeg_path() -> str:
 
         return str(imageio_ffmpeg.get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
-        raise OutputError(_INSTALL_FFMPEG) from error
+        raise OutputError("cannot write videos without ffmpeg; pip install imageio-ffmpeg") from error
 
 
 def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:

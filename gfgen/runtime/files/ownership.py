@@ -53,8 +53,7 @@ from gfgen.system.linefile import check_appendable
 
 logger = logging.getLogger(__name__)
 
-STDIN, PROGRAM = "-", "program"
-"""In the place of a job file's path: jobs of standard input, and those of `gfgen.api`."""
+STDIN, PROGRAM = "-", "program"  # as job file: jobs of standard input, and those of `gfgen.api`
 
 
 def job_file_name(source: Path | str | None, output_dir: Path) -> str:
@@ -159,25 +158,18 @@ class Claims:
     """Which jobs an output folder has, and which of its files jobs may replace."""
 
     output_dir: Path
-    job_file: str
-    """Of jobs whose lines do not say."""
+    job_file: str  # of jobs whose lines do not say
     inputs: Sequence[Path] = ()
     overwrite: bool = False
-    force: bool = False
-    """Finished jobs run again."""
-    only_failed: bool = False
-    """Jobs that have not failed before are left out."""
+    force: bool = False  # finished jobs run again
+    only_failed: bool = False  # jobs that have not failed before are left out
     done_ids: set[str] = field(default_factory=set)
     named_at: float | None = None
-    published: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of jobs whose files are in a store, by id."""
-    forced_from: int | None = None
-    """With `force`: bytes of the manifest when the runs of this --force began."""
+    published: Mapping[str, str] = field(default_factory=dict)  # hashes of jobs in a store, by id
+    forced_from: int | None = None  # with `force`: bytes of the manifest when the runs of this --force began
 
-    index: ManifestIndex | None = None
-    """In place of the whole manifest in memory."""
-    num_known: int = 0
-    """Finished jobs that are not among those that were admitted, because the index knows their lines."""
+    index: ManifestIndex | None = None  # in place of the whole manifest in memory
+    num_known: int = 0  # finished jobs that were not admitted, because the index knows their lines
 
     @functools.cached_property
     def entries(self) -> Any:
@@ -186,7 +178,7 @@ class Claims:
 
     def outcome(self, job: AdmittedJob) -> JobOutcome:
         """That of a job whose files the folder already has, or a filter has dropped."""
-        entry = self.entries[job.job_id]
+        entry = self.entries.get(job.job_id)
         error = "a filter has dropped it" if entry["status"] == "dropped" else None
         files = of_each_file(entry) if "outputs" in entry else []
         named = [(PurePath(each["file"]).name, each["size_bytes"], each["sha256"]) for each in files]
@@ -221,17 +213,10 @@ class Claims:
 
     def depend_on_all(self, specs: Iterable[JobSpec]) -> bool:
         """Whether a claim may depend on other jobs, beyond names that the job file gives them."""
-        return (
-            self.force
-            or self.only_failed
-            or any(
-                spec.seed == RANDOM_SEED
-                or spec.image
-                or spec.files
-                or not {"{", "/"}.isdisjoint(spec.output or "")
-                for spec in specs
-            )
-        )
+        if self.force or self.only_failed:
+            return True
+        named = ((spec, {"{", "/"}.intersection(spec.output or "")) for spec in specs)
+        return any(spec.seed == RANDOM_SEED or spec.image or spec.files or parts for spec, parts in named)
 
     def claim(self, jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs with the files that they may replace, and problems for those whose file name is taken."""
@@ -247,11 +232,19 @@ class Claims:
         claimed: list[AdmittedJob] = []
         problems = [Problem(job.spec.line, "id", job.job_id, changed) for job in others]
         jobs = [job for job, is_changed in zip(jobs, is_other, strict=True) if not is_changed]
-        for file, group in _by_file(jobs).items():
+        groups: dict[str | None, list[AdmittedJob]] = {}
+        for job in jobs:
+            line = job.spec.line
+            groups.setdefault(line.file if isinstance(line, FileLine) else None, []).append(job)
+        for file, group in groups.items():
+            job_file = self.job_file
+            if file is not None:
+                named = None if file in (STDIN_NAME, PROMPTS_NAME) else file if is_url(file) else Path(file)
+                job_file = job_file_name(named, self.output_dir)
             found, taken = claim_files(
                 group,
                 output_dir=self.output_dir,
-                job_file=self.job_file if file is None else _name_in(self.output_dir, file),
+                job_file=job_file,
                 done=done,
                 inputs=dict.fromkeys(self.inputs, "the job file"),
                 overwrite=self.overwrite,
@@ -277,19 +270,6 @@ class Claims:
         return "again", "--force" if self.force else "its file has changed"
 
 
-def _by_file(jobs: Sequence[AdmittedJob]) -> Mapping[str | None, list[AdmittedJob]]:
-    groups: dict[str | None, list[AdmittedJob]] = {}
-    for job in jobs:
-        line = job.spec.line
-        groups.setdefault(line.file if isinstance(line, FileLine) else None, []).append(job)
-    return groups
-
-
-def _name_in(output_dir: Path, file: str) -> str:
-    named = file if is_url(file) else Path(file)
-    return job_file_name(None if file in (STDIN_NAME, PROMPTS_NAME) else named, output_dir)
-
-
 def claim_files(
     jobs: Sequence[AdmittedJob],
     *,
@@ -305,12 +285,10 @@ def claim_files(
     to their descriptions in messages. With `overwrite` a job may replace files that others made.
     """
     read = {path: f"the {name} of job {job.job_id}" for job in jobs for name, path in input_files(job.spec)}
-    in_use = _inodes({**read, **(inputs or {})})
+    folder = _Folder(output_dir, _inodes({**read, **(inputs or {})}), overwrite=overwrite)
     owners: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: job.job_id not in done):
         owners.setdefault(name_key(job.info.file), job.job_id)
-    files = functools.cache(functools.partial(read_files, output_dir / MANIFEST_NAME))
-    options: dict[str, Any] = {"output_dir": output_dir, "overwrite": overwrite}
     claimed, problems = [], []
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
@@ -320,13 +298,13 @@ def claim_files(
         path = output_dir / job.info.file
         found: str | Content | None = _clash(job, owners, output_dir)
         if found is None and os.path.lexists(path):
-            found = _use_of(path, in_use) or _replaceable(path, job, files(), **options)
+            found = folder.use_of(path) or folder.replaceable(path, job)
         if isinstance(found, str):
             shown = path.parent if FRAME in path.name else path
             problems.append(Problem(job.spec.line, None, str(shown), found))
             continue
         if job.trajectory.frames_shape is None or FRAME in path.name:
-            numbered = _numbered(path, job, files(), in_use=in_use, **options)
+            numbered = folder.numbered(path, job)
             if isinstance(numbered, Problem):
                 problems.append(numbered)
                 continue
@@ -354,33 +332,61 @@ def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str
     return None
 
 
-def _numbered(
-    path: Path,
-    job: AdmittedJob,
-    files: Mapping[str, ManifestLine],
-    *,
-    in_use: Mapping[tuple[int, int], str],
-    output_dir: Path,
-    overwrite: bool,
-) -> dict[str, Content] | Problem:
-    """The files that an earlier run of this job left, with several pictures, that it may replace."""
-    is_video, found = FRAME in path.name, dict[str, Content]()
-    for number in itertools.count(1):
-        each = path.with_name(numbered_name(path.name, number))
-        if not os.path.lexists(each):
-            if is_video and number < (job.spec.frames or 1):
-                continue
-            break
-        content = _replaceable(each, job, files, output_dir=output_dir, overwrite=overwrite)
-        line = files.get(str(each.relative_to(output_dir))) or read_mark(each) or {}
-        is_own, used = line.get("id") == job.job_id, _use_of(each, in_use) if is_video else None
-        if isinstance(content, Content) and used is None and (is_own or (is_video and overwrite)):
-            found[each.name] = content
-        elif is_video:
-            taken = f"is there already: job {line.get('id')} made it; {_what_to_do(job)}"
-            reason = used or (content if isinstance(content, str) else taken)
-            return Problem(job.spec.line, None, str(each), reason)
-    return found
+class _Folder:
+    """The files of an output folder that a job may replace; `in_use` says, by inode, which it may not."""
+
+    def __init__(self, path: Path, in_use: Mapping[tuple[int, int], str], *, overwrite: bool) -> None:
+        self._path, self._in_use, self._overwrite = path, in_use, overwrite
+
+    @functools.cached_property
+    def _lines(self) -> Mapping[str, ManifestLine]:
+        return read_files(self._path / MANIFEST_NAME)
+
+    def _line_of(self, path: Path) -> ManifestLine | None:
+        return self._lines.get(str(path.relative_to(self._path)))
+
+    def use_of(self, path: Path) -> str | None:
+        """Why the file is never replaced; None if it is not in use."""
+        what = next((self._in_use[inode] for inode in _inodes({path: ""}) if inode in self._in_use), None)
+        return None if what is None else f"is {what}, too; name another output"
+
+    def numbered(self, path: Path, job: AdmittedJob) -> dict[str, Content] | Problem:
+        """The files that an earlier run of this job left, with several pictures, that it may replace."""
+        is_video, found = FRAME in path.name, dict[str, Content]()
+        for number in itertools.count(1):
+            each = path.with_name(numbered_name(path.name, number))
+            if not os.path.lexists(each):
+                if is_video and number < (job.spec.frames or 1):
+                    continue
+                break
+            content, line = self.replaceable(each, job), self._line_of(each) or read_mark(each) or {}
+            is_own, used = line.get("id") == job.job_id, self.use_of(each) if is_video else None
+            if isinstance(content, Content) and used is None and (is_own or (is_video and self._overwrite)):
+                found[each.name] = content
+            elif is_video:
+                taken = f"is there already: job {line.get('id')} made it; {_what_to_do(job)}"
+                reason = used or (content if isinstance(content, str) else taken)
+                return Problem(job.spec.line, None, str(each), reason)
+        return found
+
+    def replaceable(self, path: Path, job: AdmittedJob) -> Content | str:
+        """The content of the file if the job may replace it, otherwise the reason why not."""
+        otherwise = "move it away, or name another output"
+        if path.is_symlink() or not path.is_file():
+            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+            return f"is {kind}; {otherwise}"
+        try:
+            content = content_of(path)
+        except OSError as error:
+            return f"cannot be read ({error.strerror}), so it is not replaced; {otherwise}"
+        lines = [line for line in (read_mark(path), self._line_of(path)) if line is not None]
+        if self._overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
+            return content
+        if not lines:
+            unknown = f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it"
+            return f"{unknown}; {_what_to_do(job)}"
+        what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
+        return f"{what} {_who(lines[-1], self._path)} made it; {_what_to_do(job)}"
 
 
 def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
@@ -391,38 +397,6 @@ def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
             stat = path.stat()
             found[stat.st_dev, stat.st_ino] = what
     return found
-
-
-def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
-    """Why the file is never replaced; None if it is not in use."""
-    what = next((in_use[inode] for inode in _inodes({path: ""}) if inode in in_use), None)
-    return None if what is None else f"is {what}, too; name another output"
-
-
-def _replaceable(
-    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, output_dir: Path, overwrite: bool
-) -> Content | str:
-    """The content of the file if the job may replace it, otherwise the reason why not."""
-    if path.is_symlink() or not path.is_file():
-        kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
-        return f"is {kind}; move it away, or name another output"
-    try:
-        content = content_of(path)
-    except OSError as error:
-        return (
-            f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
-        )
-    lines = [
-        line for line in (read_mark(path), files.get(str(path.relative_to(output_dir)))) if line is not None
-    ]
-    if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
-        return content
-    if not lines:
-        unknown = f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it"
-        return f"{unknown}; {_what_to_do(job)}"
-    who = _who(lines[-1], output_dir)
-    what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
-    return f"{what} {who} made it; {_what_to_do(job)}"
 
 
 def _what_to_do(job: AdmittedJob) -> str:

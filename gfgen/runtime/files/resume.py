@@ -30,11 +30,9 @@ FOLDER = ".resume"
 VERSION = 2
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-GRACE_S = 30.0
-"""How long running tasks may take to end when the run is to stop, before they are stopped, too."""
+GRACE_S = 30.0  # how long running tasks may take to end when the run is to stop, before they are stopped, too
 
-FIRST_USE_S = 0.5
-"""`RunStart.first_use_s` of ranks on GPUs, which load kernels and choose convolutions."""
+FIRST_USE_S = 0.5  # `RunStart.first_use_s` of ranks on GPUs, which load kernels and choose convolutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +57,21 @@ class RunStart:
     max_degree: int | None = None
     """Most ranks of one task. None: the size of the largest island."""
     started_at: float = 0.0
-    last_number: int = 0
-    """The last dispatch that these ranks have seen in an earlier run."""
+    last_number: int = 0  # the last dispatch that these ranks have seen in an earlier run
     arrived_at: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Unix time at which each job, by (id, spec hash), first arrived."""
     resume: Mapping[str, ResumePoint] = field(default_factory=dict)
-    closes_s: float | None = None
-    """No job begins that is predicted to end after this time on the run's clock."""
+    closes_s: float | None = None  # no job begins that is predicted to end after this time on the run's clock
     grace_s: float = GRACE_S
-    resident: Collection[str] | None = None
-    """Models that ranks hold at first; jobs of other models wait for their turn. None: ranks hold all."""
+    resident: Collection[str] | None = None  # that ranks hold at first; others wait for a turn. None: all
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: all do."""
     batch: int = 1
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
-    num_writers: int = 1
-    """Processes that write files; looks ahead count with them."""
-    first_use_s: float = 0.0
-    """Extra time of the first step or decode of a model, shape and degrees, until the run has learned it."""
-    warm: Collection[tuple[str, str, Degrees]] = ()
-    """Models, by the names that jobs have, with shapes and degrees whose first uses are over."""
+    num_writers: int = 1  # processes that write files; looks ahead count with them
+    first_use_s: float = 0.0  # of the first step or decode of a kind, until the run has learned it
+    warm: Collection[tuple[str, str, Degrees]] = ()  # models, shapes and degrees whose first uses are over
 
     def header(self) -> dict[str, Any]:
         return {

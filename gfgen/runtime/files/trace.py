@@ -32,11 +32,9 @@ logger = logging.getLogger(__name__)
 
 RANKS_PID, JOBS_PID = 1, 2
 MAX_WRITERS = 100
-FIRST_WRITER_TID = 100 * MAX_WRITERS
-"""Above all ranks: those of a cluster have new numbers whenever a node joins. Older traces have 100."""
+FIRST_WRITER_TID = 100 * MAX_WRITERS  # above all ranks: nodes that join get new numbers; once it was 100
 SHORT_PROMPT_CHARS = 80
-MIN_SLICE_S = 10e-6
-"""Waits and moves below this are in the slice's args only."""
+MIN_SLICE_S = 10e-6  # waits and moves below this are in the slice's args only
 
 _encode = json.JSONEncoder().encode
 Args = Mapping[str, Any]
@@ -46,14 +44,11 @@ Args = Mapping[str, Any]
 class _JobLane:
     number: int
     info: JobInfo
-    id_text: str = field(init=False)
-    """Its id as JSON. The entries of a step are put together from texts: they are most of the file."""
+    id_text: str = field(init=False)  # as JSON; the entries of steps, most of the file, are joined texts
     prompt_text: str = field(init=False)
-    is_flowing: bool = False
     has_arrived: bool = False
     has_ended: bool = False
-    last_place: tuple[int, float] | None = None
-    """Lane and time inside its latest slice, where its flow continues or ends."""
+    last_place: tuple[int, float] | None = None  # lane and time in its latest slice, where its flow goes on
 
     def __post_init__(self) -> None:
         self.id_text = _encode(self.info.job_id)
@@ -104,8 +99,7 @@ class TraceWriter(Observer):
         self._is_simulated = is_simulated
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, Dispatch] = {}
-        self._latest: dict[int, tuple[float, float]] = {}
-        """By lane: start and end of the latest slice. Slices of a lane must not overlap."""
+        self._latest: dict[int, tuple[float, float]] = {}  # by lane: the latest slice; they never overlap
         self._num_open = 0
         self._last_s = 0.0
 
@@ -113,8 +107,8 @@ class TraceWriter(Observer):
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._jobs = {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=1)}
-        self._name_process(RANKS_PID, "ranks", sort_index=0)
-        self._name_process(JOBS_PID, "jobs", sort_index=1)
+        self._name("process", "ranks", place=0)
+        self._name("process", "jobs", pid=JOBS_PID, place=1)
         for rank in range(num_ranks):
             self._name_lane(rank, f"rank {rank}")
         args: dict[str, Any] = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
@@ -147,10 +141,9 @@ class TraceWriter(Observer):
                 self._output_written(event)
             case events.JobArrived():
                 self._arrived(event)
-            case events.JobTimedOut() if self._is_open(event.job_id):
-                self._instant(f"{event.job_id} timed out", event.time_s, args={"job": event.job_id})
-            case events.JobCancelled() if self._is_open(event.job_id):
-                self._instant(f"{event.job_id} cancelled", event.time_s, args={"job": event.job_id})
+            case events.JobTimedOut() | events.JobCancelled() if self._is_open(event.job_id):
+                what = "cancelled" if isinstance(event, events.JobCancelled) else "timed out"
+                self._instant(f"{event.job_id} {what}", event.time_s, args={"job": event.job_id})
             case events.OutputFailed() | events.FramesLost():
                 args = {"job": event.job_id, "reason": event.reason}
                 self._instant(f"{event.job_id} not written", event.time_s, args=args)
@@ -160,12 +153,11 @@ class TraceWriter(Observer):
             case events.PolicyChanged():
                 args = {"policy": event.policy, "reason": event.reason}
                 self._instant(f"policy {event.policy}", event.time_s, scope="g", args=args)
-            case events.ModelsChanged():
+            case events.ModelsChanged() | events.LoadFailed():
+                names = ", ".join(event.models)
                 change = {"models": list(event.models), "reason": event.reason}
-                self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
-            case events.LoadFailed():
-                failure = {"models": list(event.models), "reason": event.reason}
-                self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
+                what = f"models {names}" if isinstance(event, events.ModelsChanged) else f"{names} not loaded"
+                self._instant(what, event.time_s, scope="g", args=change)
             case events.RankLoaded():
                 start_s = event.time_s - event.load_s
                 self._slice('"load models"', event.rank, start_s, event.time_s, "{}")
@@ -261,12 +253,12 @@ class TraceWriter(Observer):
 
     def _flow(self, job: _JobLane, lane: int, time_s: float, *, is_last: bool = False) -> None:
         """Continue the job's arrow in the slice that was just written, or end it in the latest one."""
-        phase, binding = ("f", ', "bp": "e"') if is_last else ("t" if job.is_flowing else "s", "")
+        phase, binding = ("f", ', "bp": "e"') if is_last else ("s" if job.last_place is None else "t", "")
         self._file.write(
             f'{{"ph": "{phase}", "name": "job", "cat": "flow", "id": {job.number}, "pid": {RANKS_PID}, '
             f'"tid": {lane}, "ts": {round(time_s * 1e6, 3)}{binding}}}'
         )
-        job.is_flowing, job.last_place = True, (lane, time_s)
+        job.last_place = lane, time_s
 
     # Jobs --------------------------------------------------------------------------------
 
@@ -276,11 +268,8 @@ class TraceWriter(Observer):
             return
         job.has_arrived = True
         self._instant(f"{event.job_id} arrives", event.time_s, args={"job": event.job_id})
-        args = {
-            "job": event.job_id,
-            "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS],
-            "tag": job.info.spec.tag,
-        }
+        spec = job.info.spec
+        args = {"job": event.job_id, "prompt": spec.prompt[:SHORT_PROMPT_CHARS], "tag": spec.tag}
         self._write(_span("b", job) | {"ts": _us(event.time_s), "args": args})
         self._count_open(event.time_s, change=1)
 
@@ -288,7 +277,7 @@ class TraceWriter(Observer):
         self, job: _JobLane, time_s: float, *, status: str, outcome: JobOutcome | None = None
     ) -> None:
         job.has_ended = True
-        if job.is_flowing and job.last_place is not None:
+        if job.last_place is not None:
             self._flow(job, *job.last_place, is_last=True)
         args: dict[str, Any] = {"job": job.info.job_id, "status": status, "file": job.info.file}
         if outcome is not None:
@@ -314,16 +303,12 @@ class TraceWriter(Observer):
         entry = {"ph": "i", "name": name, "pid": pid, "tid": lane or 0, "ts": _us(time_s)}
         self._write(entry | {"s": scope if lane is None else "t", "args": args})
 
-    def _name_process(self, pid: int, name: str, *, sort_index: int) -> None:
-        for kind, args in (
-            ("process_name", {"name": name}),
-            ("process_sort_index", {"sort_index": sort_index}),
-        ):
-            self._write({"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args})
+    def _name(self, kind: str, name: str, *, pid: int = RANKS_PID, lane: int = 0, place: int) -> None:
+        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            self._write({"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": lane, "args": args})
 
     def _name_lane(self, lane: int, name: str) -> None:
-        for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane})):
-            self._write({"ph": "M", "name": kind, "pid": RANKS_PID, "tid": lane, "args": args})
+        self._name("thread", name, lane=lane, place=lane)
 
     def _write(self, entry: Args) -> None:
         self._file.write(_encode(entry))

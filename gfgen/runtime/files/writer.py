@@ -18,9 +18,8 @@ import numpy as np
 from gfgen.errors import OutputError
 from gfgen.job.spec import FRAME, numbered_name
 from gfgen.runtime.files.outputs import Frames, Sound, write_output
-from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.content import ANIMATED_SUFFIXES, IMAGE_SUFFIXES, Content, remove_replaced
-from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
+from gfgen.runtime.ipc.messages import Channel, WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.ipc.slab import shape_in
 from gfgen.system.signals import leave_to_the_run
 

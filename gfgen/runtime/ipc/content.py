@@ -39,12 +39,10 @@ _FOLDERS_REFUSE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno
 @dataclass(frozen=True, slots=True)
 class Content:
     size_bytes: int
-    sha256: str | None = None
-    """In hex; None if unknown: then only the size is compared."""
+    sha256: str | None = None  # in hex; None if unknown: then only the size is compared
 
 
-NamedContent = tuple[str, int, str | None]
-"""Name, size in bytes and SHA-256 of one of several files of a job."""
+NamedContent = tuple[str, int, str | None]  # name, size in bytes and SHA-256 of one of several files of a job
 
 
 def content_of(path: Path) -> Content:
@@ -104,22 +102,8 @@ def name_file(
     if made_for is not None:
         set_mark(temporary, content, name=path.name, made_for=made_for)
     _sync(temporary)
-    _publish(temporary, path, replaces=replaces, made_for=made_for)
-    try:
-        _sync(path.parent)
-    except OSError as error:  # the file itself is complete
-        if error.errno not in _FOLDERS_REFUSE:
-            raise
-    return content
-
-
-def _publish(
-    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
-) -> None:
-    """Rename a complete file. Raises OutputError when a file other than its predecessor has the name."""
     try:
         _link(temporary, path)
-        return
     except FileExistsError:
         mark = read_mark(path) if made_for else None
         is_earlier_try = mark is not None and made_for is not None and made_for.items() <= mark.items()
@@ -128,7 +112,13 @@ def _publish(
                 f"{path}: another file got this name during the run and was kept, so the job's own was not "
                 "written; move it away and run again"
             ) from None
-    os.replace(temporary, path)
+        os.replace(temporary, path)
+    try:
+        _sync(path.parent)
+    except OSError as error:  # the file itself is complete
+        if error.errno not in _FOLDERS_REFUSE:
+            raise
+    return content
 
 
 def _link(temporary: Path, path: Path) -> None:
@@ -175,12 +165,9 @@ def remove_replaced(path: Path, written: Collection[str], replaces: Mapping[str,
 
 def remove_leftovers(folder: Path) -> int:
     """Delete partial files of killed writers; returns how many. The caller must hold the folder's lock."""
-    leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
+    suffixes = IMAGE_SUFFIXES + VIDEO_SUFFIXES
+    matches = [(path, _TEMPORARY.fullmatch(path.name)) for path in folder.glob(".*.tmp-*")]
+    leftovers = [path for path, x in matches if x and x["suffix"].lower() in suffixes and path.is_file()]
     for path in leftovers:
         path.unlink(missing_ok=True)
     return len(leftovers)
-
-
-def _is_temporary(name: str) -> bool:
-    match = _TEMPORARY.fullmatch(name)
-    return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES

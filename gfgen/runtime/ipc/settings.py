@@ -1,19 +1,39 @@
-"""What ranks are made of, and what each worker gets of it when it starts."""
+"""What ranks are made of: settings, of which each worker gets its own when it starts, and arenas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any
 
-from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.arena import CONTROL_PLAN, MIB, ArenaPlan, create_arena
 from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.models.families.precision import Precision
 from gfgen.models.fast.kernels import KernelChoice
 from gfgen.models.geometry.weights import Placement
-from gfgen.runtime.ipc.arenas import default_plan
+
+GPU_PLAN = ArenaPlan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
+"""2.4 GB on each GPU. Wan2.2-5B at 704x1280x121 (27,280 tokens) on 2 x 2 ranks needs the most at once: q, k
+and v of half of the heads, 251 MB; in a ring, with both branches of guidance in one forward, k and v of all
+tokens, 335 MB; and two other kinds of groups, with two banks for each."""
+
+HOST_PLAN = ArenaPlan(data_bytes=1024 * MIB, post_bytes=4 * MIB)
+"""1.1 GiB of pinned main memory for each GPU, with `--transport host`. Keys and values of 27,280 tokens in a
+torus of two, 168 MB, are one exchange, also where there are three kinds of groups (cfg 2 x torus 2)."""
+
+SIDE_BYTES = 256 * MIB
+"""On each GPU, in addition to its arena: half for arriving and half for departing state. Twice the state of a
+job of 704x1280x81, which is assembled from parts."""
+CONTEXT_BYTES = 600_000_000  # GPU memory of CUDA and its libraries; a low estimate
+
+
+def default_plan(*, num_ranks: int, are_on_gpus: bool, over_host: bool = False) -> ArenaPlan:
+    if not are_on_gpus or num_ranks == 1:
+        return ArenaPlan()
+    return HOST_PLAN if over_host else GPU_PLAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,32 +42,22 @@ class RankSettings:
 
     num_ranks: int
     device: str = "cpu"
-    num_gpus: int = 0
-    """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
+    num_gpus: int = 0  # fewer than ranks where they share them, 0 if each has its own
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
-    over_host: bool = False
-    """Whether arenas of ranks on GPUs lie in main memory."""
-    memory_limit: int | None = None
-    """Bytes of its GPU that a rank may use; None for all."""
-    plan: ArenaPlan | None = None
-    """The arena of each rank; None for the usual size."""
+    over_host: bool = False  # whether arenas of ranks on GPUs lie in main memory
+    memory_limit: int | None = None  # bytes of its GPU that a rank may use; None for all
+    plan: ArenaPlan | None = None  # the arena of each rank; None for the usual size
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     precision: Precision = Precision()
-    has_graphs: bool = False
-    """On a GPU: whether forwards may be recorded, to be launched at once."""
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Of models with streamed blocks, by checkpoint."""
-    kept: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the models that take turns, and of which main memory has a copy, by checkpoint."""
-    patch_copies_on_host: tuple[str, ...] = ()
-    """On a GPU: models of which host memory has the copies of the weights that patches change."""
+    has_graphs: bool = False  # on a GPU: whether forwards may be recorded, to be launched at once
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # of models with streamed blocks
+    kept: Mapping[str, int] = field(default_factory=dict)  # bytes of models with a copy in main memory
+    patch_copies_on_host: tuple[str, ...] = ()  # on a GPU: models with patched weights copied to host memory
     trusts_code: bool = False
-    kernels: KernelChoice = "own"
-    """Of the steps of pipelines without an adapter of their own."""
-    are_all_needed: bool = False
-    """If a rank cannot start, the start ends, as for measurements; otherwise the others go on without it."""
+    kernels: KernelChoice = "own"  # of the steps of pipelines without an adapter of their own
+    are_all_needed: bool = False  # if a rank cannot start, the start ends; else the others go on
 
     @property
     def are_on_gpus(self) -> bool:
@@ -79,11 +89,9 @@ class RankSettings:
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     rank: int
-    checkpoints: tuple[str, ...]
-    """Of the models that it loads first."""
+    checkpoints: tuple[str, ...]  # of the models that it loads first
     ranks: RankSettings
-    tuned_tables: Mapping[str, str] = field(default_factory=dict)
-    """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
+    tuned_tables: Mapping[str, str] = field(default_factory=dict)  # of kernels (gfc/cuda/selector.py)
     host_copies: Mapping[str, Connection] = field(default_factory=dict)
     """By checkpoint: a descriptor of the memory with its streamed blocks, which all ranks share."""
     boards: Mapping[str, Sequence[tuple[socket, socket]]] = field(default_factory=dict)
@@ -92,3 +100,52 @@ class WorkerSettings:
     @property
     def gpu(self) -> int:
         return self.rank % self.ranks.num_gpus if self.ranks.num_gpus else self.rank
+
+
+class RankArenas:
+    """The descriptors of all ranks' arenas, and of host pages that can stop the kernels of GPU ranks."""
+
+    def __init__(
+        self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool, over_host: bool = False
+    ) -> None:
+        self.plan, self.are_on_gpus = plan, are_on_gpus
+        self._bring_arenas = are_on_gpus and not over_host
+        self._arenas: dict[int, int] = {}
+        self._pages: dict[int, int] = {}
+        for rank in range(num_ranks):
+            self.renew(rank, incarnation=1)
+
+    def renew(self, rank: int, *, incarnation: int) -> None:
+        """Create memory for a new process; the old memory is freed when no process maps it."""
+        for fds in (self._arenas, self._pages):
+            if rank in fds:
+                os.close(fds.pop(rank))
+        if self.are_on_gpus:
+            self._pages[rank] = create_arena(CONTROL_PLAN, rank=rank, incarnation=incarnation)
+        if not self._bring_arenas:
+            num_bytes = arena_bytes(self.plan) if self.are_on_gpus else 0
+            self._arenas[rank] = create_arena(
+                self.plan, rank=rank, incarnation=incarnation, num_bytes=num_bytes
+            )
+
+    def take(self, rank: int, fds: Sequence[int]) -> None:
+        """Keep the descriptors that a rank sent when it became ready: its arena, if that is on a GPU."""
+        assert len(fds) == int(self._bring_arenas), f"rank {rank} brought {len(fds)} arenas"
+        if fds:
+            self._arenas[rank] = fds[0]
+
+    def arena(self, rank: int) -> int | None:
+        """The rank's arena; None until a rank on a GPU is ready."""
+        return self._arenas.get(rank)
+
+    def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks of `among` with an arena, and the descriptors for `rank`; a GPU's own page is last."""
+        ranks = tuple(sorted(self._arenas.keys() & among))
+        page = (self._pages[rank],) if self.are_on_gpus else ()
+        return ranks, (*(self._arenas[other] for other in ranks), *page)
+
+    def close(self) -> None:
+        for fd in (*self._arenas.values(), *self._pages.values()):
+            os.close(fd)
+        self._arenas.clear()
+        self._pages.clear()

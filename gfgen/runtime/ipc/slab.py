@@ -46,13 +46,10 @@ from gfgen.graph import Trajectory
 _LINE_BYTES = 64
 _NUM_BANKS = 3
 _REGIONS = ("prompt", "condition", *[f"latents {bank}" for bank in range(_NUM_BANKS)])
-_WORD = struct.Struct("Q")
-"""Native, because a format with an explicit byte order may be stored byte by byte."""
-_OUTLINE_WORD = 8
-"""Offset of an outline's word in its line."""
+_WORD = struct.Struct("Q")  # native, because a format with an explicit byte order may be stored byte by byte
+_OUTLINE_WORD = 8  # offset of an outline's word in its line
 _LENGTHS = struct.Struct("<QQ")
-_META_BYTES = 64 * 1024
-"""Space for an artifact's names, shapes and scalars."""
+_META_BYTES = 64 * 1024  # space for an artifact's names, shapes and scalars
 _PAGE_BYTES = 4096
 
 
@@ -185,10 +182,8 @@ class OutputShape:
     length of the head | head: JSON with the shapes | pictures: uint8 [F, H, W, 3] | sound: float32 [C, S]
     """
 
-    pictures: tuple[int, int, int, int]
-    """[F, H, W, 3]."""
-    sound: tuple[int, int] | None = None
-    """[C, S]: channels and samples."""
+    pictures: tuple[int, int, int, int]  # [F, H, W, 3]
+    sound: tuple[int, int] | None = None  # [C, S]: channels and samples
     sound_rate: int = 0
 
     @property

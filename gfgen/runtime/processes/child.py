@@ -15,17 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.system import machine
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LOOK_S = 0.4
-"""The most that counts between two looks at other processes; the loop looks every quarter of a second."""
+LONGEST_LOOK_S = 0.4  # the most that counts between two looks; the loop looks every quarter of a second
 
 
 class AwakeClock:
@@ -46,28 +45,19 @@ class AwakeClock:
 class Patience:
     """How long to wait before a process counts as hung and is killed."""
 
-    starting_s: float = 1800.0
-    """For loading the models, which takes minutes from a slow disk."""
-    warm_up_s: float = 600.0
-    """Between two answers of ranks that warm up before a run."""
+    starting_s: float = 1800.0  # for loading the models, which takes minutes from a slow disk
+    warm_up_s: float = 600.0  # between two answers of ranks that warm up before a run
     ping_s: float = 1.0
-    silence_s: float = 10.0
-    """Without any message, even after pings. Python that computes without the interpreter's lock answers."""
-    task_s: float = 300.0
-    """A task may run this much longer than predicted, or `task_factor` times as long."""
+    silence_s: float = 10.0  # without any message, even after pings; a rank that computes answers
+    task_s: float = 300.0  # a task may run this much longer than predicted, or `task_factor` times as long
     task_factor: float = 20.0
-    wait_s: float = 30.0
-    """For a wait for a busy rank during a task, or `wait_factor` times the task's predicted duration."""
+    wait_s: float = 30.0  # for a busy rank during a task, or `wait_factor` times the task's prediction
     wait_factor: float = 3.0
-    longest_wait_s: float = 3600.0
-    """Even if more was predicted. The waits for a rank that dies, or is given up, end long before."""
-    leaving_s: float = 15.0
-    """For leaving a task that is given up, in addition to `leaving_factor` times its predicted duration."""
+    longest_wait_s: float = 3600.0  # even if more was predicted; other waits end long before
+    leaving_s: float = 15.0  # for leaving a task, besides `leaving_factor` times its prediction
     leaving_factor: float = 3.0
-    stopping_s: float = 10.0
-    """For leaving an unwanted task: a stop is looked for at every block, of minutes on a CPU."""
-    killed_s: float = 10.0
-    """For the end of a killed process, which may take seconds on a GPU, or hang in a driver or disk."""
+    stopping_s: float = 10.0  # for leaving an unwanted task, at a block, which takes minutes on a CPU
+    killed_s: float = 10.0  # for the end of a killed process, which may hang in a driver or disk
     write_s: float = 60.0
 
     def for_task_s(self, dispatch: Dispatch) -> float:
@@ -94,20 +84,13 @@ class Patience:
 
 
 class Phase(StrEnum):
-    STARTING = "starting"
-    """It loads its models."""
-    INTRODUCING = "introducing"
-    """Its models are loaded. It maps the arenas of its peers, and they map its own."""
-    PREPARING = "preparing"
-    """It changes its models, or runs tasks like those of the first job."""
-    SERVING = "serving"
-    """It takes tasks, or files."""
-    ENDING = "ending"
-    """It was killed, and its channel has not ended."""
-    STUCK = "stuck"
-    """It was killed and does not end. It runs none of our code, but its device is not free."""
-    ENDED = "ended"
-    """Its process is reaped. A worker without a successor stays in this phase: its rank is retired."""
+    STARTING = "starting"  # it loads its models
+    INTRODUCING = "introducing"  # its models are loaded; it and its peers map each other's arenas
+    PREPARING = "preparing"  # it changes its models, or runs tasks like those of the first job
+    SERVING = "serving"  # it takes tasks, or files
+    ENDING = "ending"  # it was killed, and its channel has not ended
+    STUCK = "stuck"  # it was killed and does not end. It runs none of our code, but its device is not free.
+    ENDED = "ended"  # its process is reaped. A worker without a successor stays so: its rank is retired
 
 
 _GOES_AWAY = {Phase.ENDING, Phase.ENDED}  # killed; its channel has ended
@@ -135,14 +118,12 @@ class Joined:
     """A worker takes tasks from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     load_s: float
     copied: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A process is gone, and its successor is being started unless the rank is retired."""
 
     reason: str
@@ -239,30 +220,23 @@ class WriterProcess(Child):
 class RankProcess(Child):
     rank: int
     incarnation: int = 1
-    has_arenas: bool = False
-    """It knows its peers' arenas, and they know its own or will get it."""
-    unknown_to: set[int] = field(default_factory=set)
-    """Ranks that have not mapped its arena yet."""
+    has_arenas: bool = False  # it knows its peers' arenas, and they know its own or will get it
+    unknown_to: set[int] = field(default_factory=set)  # ranks that have not mapped its arena yet
     counts_tokens: bool = False
-    startup_s: float = 0.0
-    """How long it took to load its models."""
-    weights_s: float = 0.0
-    """The part of `startup_s` that it took to load them; before that it gets its device ready."""
+    startup_s: float = 0.0  # how long it took to load its models
+    weights_s: float = 0.0  # the part of `startup_s` for loading; before, it gets its device ready
     read_bytes_per_s: float = 0.0  # as it said last, unless it had no streamed blocks then
     loading: str | None = None
     loads_since_s: float | None = None
     requests: deque[messages.SetModels | messages.WarmUp] = field(default_factory=deque)
     """What it prepares before it takes tasks. It has the first of them if it is in that phase."""
-    later: tuple[messages.WarmUp, ...] = ()
-    """What it prepares between tasks; it is told when it serves."""
-    load_s: float | None = None
-    """The time that the last change of models has taken so far, until it is complete."""
+    later: tuple[messages.WarmUp, ...] = ()  # what it prepares between tasks; it is told when it serves
+    load_s: float | None = None  # of the last change of models so far, until it is complete
     copied: tuple[str, ...] = ()  # as in `ModelsSet`, of that change
     has_joined: bool = False
     jobs: set[str] = field(default_factory=set)
     is_to_blame: bool = True
-    heard_s: float = field(init=False)
-    """When its last message came."""
+    heard_s: float = field(init=False)  # when its last message came
 
     def __post_init__(self) -> None:
         self.since_s = self.heard_s = self.clock.now_s

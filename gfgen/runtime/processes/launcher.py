@@ -26,8 +26,8 @@ from multiprocessing.process import BaseProcess, current_process
 from typing import Any
 
 from gfgen.errors import WorkerError
-from gfgen.models.ahead.places import pin_compilers
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.models.ahead.pool import pin_compilers
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.system import machine
 from gfgen.system.lifeline import PACKAGE_ROOT
@@ -37,10 +37,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker.entry:main", "cuda": "gfgen.runtime.worker.gpu:main"}
 _PROGRAMS = ("gfgen.runtime.worker.entry", "gfgen.runtime.files.writer")
-PRELOADS = {
-    "cpu": (*_PROGRAMS, "gfgen.models.families.flow_adapter"),
-    "cuda": _PROGRAMS,
-}
+PRELOADS = {"cpu": (*_PROGRAMS, "gfgen.models.families.flow_adapter"), "cuda": _PROGRAMS}
 """By device: what the fork server imports before it forks the first process. Ranks on GPUs import diffusers
 themselves, at the same time, so no fork inherits what it asks CUDA."""
 _BY_DESCRIPTOR = "/proc/self/fd/"
@@ -147,7 +144,11 @@ def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
     def start(path: bytes, command: Sequence[str], fds: Sequence[int]) -> int:
         *flags, _, code = command
         if "forkserver" in code:  # the resource tracker ends when all others have
-            code, fds = f"{_lifeline()}; {code}", [*fds, *keep_fds]
+            # The server may not find this package.
+            found = f"import sys; sys.path.append({str(PACKAGE_ROOT)!r})"
+            bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks(); outlet.drop_unread()"
+            code = f"{found}; from gfgen.system import lifeline, outlet; {bind}; {code}"
+            fds = [*fds, *keep_fds]
         pid: int = spawn(path, [*flags, "-P", "-c", code], fds)
         return pid
 
@@ -156,13 +157,6 @@ def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         util.spawnv_passfds = spawn
-
-
-def _lifeline() -> str:
-    """Statements for a child of this process, which may not find this package."""
-    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks(); outlet.drop_unread()"
-    found = f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.system import lifeline, outlet"
-    return f"{found}; {bind}"
 
 
 @contextlib.contextmanager

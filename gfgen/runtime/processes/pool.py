@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.arenas import RankArenas
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.settings import RankSettings
+from gfgen.runtime.ipc.messages import Channel
+from gfgen.runtime.ipc.settings import RankArenas, RankSettings
 from gfgen.runtime.processes.child import (
     GONE,
     STARTS,
@@ -42,28 +41,15 @@ from gfgen.system import machine
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-DEATHS_WINDOW_S = 600.0
-"""A rank that dies that often within this time is retired: something is wrong with its device."""
-_EXIT_S = 5.0
-"""How long a process may take to end after the pool has closed its channel; then it is killed."""
-_REAP_S = 1.0
-"""The same if the process has closed its channel."""
-_TICK_S = 0.25
-"""A turn of the loop takes this long at most if nothing happens."""
-WRITER_PAUSE_S = 1.0
-"""The delay before another writer replaces one that could not start."""
-MAX_FAILURES = 2
-"""Of one rank to load one model."""
-MAX_SPARED = 4
-"""Failures of one rank to load one model that it is not blamed for. Each costs a start."""
+DEATHS_WINDOW_S = 600.0  # a rank that dies so often in this time is retired: its device is at fault
+_EXIT_S = 5.0  # how long a process may take to end after the pool has closed its channel; then it is killed
+_REAP_S = 1.0  # the same if the process has closed its channel
+_TICK_S = 0.25  # a turn of the loop takes this long at most if nothing happens
+WRITER_PAUSE_S = 1.0  # the delay before another writer replaces one that could not start
+MAX_FAILURES = 2  # of one rank to load one model
+MAX_SPARED = 4  # failures of one rank to load one model that it is not blamed for. Each costs a start.
 
 ChildT = TypeVar("ChildT", bound=Child)
-
-
-class File(Protocol):
-    """Anything that a selector can watch."""
-
-    def fileno(self) -> int: ...
 
 
 def most_writers(*, are_on_gpus: bool, num_cores: int) -> int:
@@ -118,21 +104,15 @@ class WorkerPool:
         self.islands = tuple([tuple(each) for each in settings.islands or [range(settings.num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
         self.meeting = Meeting(self._arenas, self.workers, self.islands)
-        self.deaths: dict[int, list[float]] = defaultdict(list)
-        """By rank: when it died and was to blame for it, by the machine's monotonic clock."""
-        self.last_number = 0
-        """The last dispatch that these workers got, in any run."""
+        self.deaths: dict[int, list[float]] = defaultdict(list)  # by rank: when it died and was to blame
+        self.last_number = 0  # the last dispatch that these workers got, in any run
         self.steps_at_hand: Callable[[], Sequence[messages.WarmUp]] = tuple
         """Tasks of the present models, which a worker that joins a run or has loaded them prepares later."""
         self.needed: Callable[[], Set[str]] | None = None  # models whose host copies stay; None: all
-        self._kept: tuple[str, ...] = ()
-        """Models that ranks may have the copies of mapped although they do not hold them."""
-        self.is_stopping = False
-        """The run is about to end: no rank is replaced."""
-        self._left_out: set[int] = set()
-        """Ranks that were not replaced for that reason."""
-        self._waiting: set[int] = set()
-        """Ranks whose process has ended, and that start when others have tried to load a model."""
+        self._kept: tuple[str, ...] = ()  # models whose copies ranks may have mapped without holding them
+        self.is_stopping = False  # the run is about to end: no rank is replaced
+        self._left_out: set[int] = set()  # ranks that were not replaced for that reason
+        self._waiting: set[int] = set()  # ended ranks that start when others have tried to load a model
         if num_writers is None:
             num_writers = most_writers(are_on_gpus=settings.are_on_gpus, num_cores=machine.num_cores())
         self.num_writers = num_writers
@@ -166,11 +146,11 @@ class WorkerPool:
 
     # The loop -------------------------------------------------------------------------------
 
-    def listen(self, file: File) -> None:
+    def listen(self, file: Any) -> None:
         """Let `turn` say when there is something to read in this file."""
         self._selector.register(file, selectors.EVENT_READ, file)
 
-    def ignore(self, file: File) -> None:
+    def ignore(self, file: Any) -> None:
         self._selector.unregister(file)
 
     def turn(self, timeout_s: float = _TICK_S) -> Iterator[tuple[Any, Any]]:
@@ -271,10 +251,8 @@ class WorkerPool:
     def _made(
         self, kind: type[ChildT], name: str, process: BaseProcess, channel: Channel, **facts: Any
     ) -> ChildT:
-        within_s = self.patience.killed_s
-        child = kind(
-            name=name, process=process, channel=channel, clock=self.clock, ends_within_s=within_s, **facts
-        )
+        facts |= {"clock": self.clock, "ends_within_s": self.patience.killed_s}
+        child = kind(name=name, process=process, channel=channel, **facts)
         self._selector.register(channel, selectors.EVENT_READ, child)
         return child
 
@@ -365,12 +343,10 @@ class HeldModels:
     """
 
     def __init__(self, checkpoints: Sequence[Path]) -> None:
-        self.checkpoints = tuple(map(str, checkpoints))
-        """A worker that starts now loads these."""
+        self.checkpoints = tuple(map(str, checkpoints))  # a worker that starts now loads these
         self.unloadable: dict[str, str] = {}
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
-        self._holders: set[int] = set()
-        """Ranks that hold all models."""
+        self._holders: set[int] = set()  # ranks that hold all models
         self.judge(is_changing=False)
 
     def weights_mark(self, checkpoint: Path) -> str:
@@ -392,8 +368,7 @@ class HeldModels:
         """Forget earlier failures. From now on a model may be at fault if ranks start or change their models;
         otherwise a rank that dies is."""
         self._is_changing = is_changing
-        self._failures: dict[str, Counter[int]] = {}
-        """By checkpoint: the failures of ranks that have not loaded it since then."""
+        self._failures: dict[str, Counter[int]] = {}  # by checkpoint: of ranks that have not loaded it since
 
     def succeeded(self, rank: int) -> None:
         """A rank holds all models."""
@@ -437,10 +412,8 @@ class Meeting:
         self._arenas = arenas
         self._workers = workers
         self._islands = islands
-        self._counts_tokens: bool | None = None
-        """Whether ranks pad texts. The first meeting decides this for all that come later."""
-        self.held_back: set[int] = set()
-        """Ranks that died, and whose new workers wait, because others may be inside their arenas."""
+        self._counts_tokens: bool | None = None  # whether ranks pad texts; the first meeting decides this
+        self.held_back: set[int] = set()  # ranks that died; others may be inside their arenas
 
     def lose(self, rank: int) -> None:
         """A rank's worker is gone: nobody waits for its answer, and its successor is held back."""

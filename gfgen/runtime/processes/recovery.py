@@ -21,24 +21,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskFailed
-from gfgen.runtime.ipc.messages import (
-    Abandon,
-    Abandoned,
-    EdgesRestarted,
-    RankTimes,
-    RestartEdges,
-    TaskFault,
-)
+from gfgen.runtime.ipc.messages import Abandon, Abandoned, EdgesRestarted, RankTimes, RestartEdges, TaskFault
 from gfgen.runtime.processes.child import Phase, RankProcess
 from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 5.0
-"""If all processes were stopped for so long in a task, its waits may have run out: nobody is to blame."""
+PAUSE_S = 5.0  # if all processes were stopped so long, waits may have run out: nobody is to blame
 HANGS = "it hangs in a task that was given up"
 STAYS = "it did not leave a task that was stopped"
 
@@ -136,7 +129,10 @@ class Recovery:
             self._ask({rank: RestartEdges(numbers, self._peers_of(rank)) for rank in self._concerned})
         if self.waiting_for:
             return
-        self._blame()
+        overdue = [attempt for attempt in self._attempts.values() if attempt.is_overdue]
+        if overdue and not self._pool.meeting.held_back:
+            # All have left, so no rank hangs: blame the first task, which would be tried forever.
+            overdue[0].cause = overdue[0].cause or Cause("it did not end in time and was given up")
         for number, attempt in self._attempts.leaving.items():
             del self._attempts[number]
             cause = attempt.cause
@@ -176,15 +172,8 @@ class Recovery:
         pairs = [pair for dispatch in leaving for pair in dispatch.pairs if rank in pair]
         return frozenset().union(*pairs) - self._pool.meeting.held_back - {rank}
 
-    def _blame(self) -> None:
-        """All have left, so no rank hangs: blame the first overdue task, which would be tried forever."""
-        overdue = [attempt for attempt in self._attempts.values() if attempt.is_overdue]
-        if overdue and not self._pool.meeting.held_back:
-            overdue[0].cause = overdue[0].cause or Cause("it did not end in time and was given up")
 
-
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Why a dispatch failed: it raised, or its worker died (`lost`); None stands for `void`."""
 
     reason: str
@@ -194,17 +183,13 @@ class Cause:
 @dataclass(slots=True, eq=False)
 class Attempt:
     dispatch: Dispatch
-    deadline_s: float
-    """When it counts as overdue; if it is given up, when a rank that has not left it does."""
+    deadline_s: float  # when it counts as overdue; if it is given up, when a rank that has not left it does
     paused_before_s: float = 0.0  # AwakeClock.paused_s at its begin
     reports: dict[int, RankTimes] = field(default_factory=dict)
     is_given_up: bool = False
-    cause: Cause | None = None
-    """Why it is given up; None if that is no fault of its own."""
-    is_overdue: bool = False
-    """It did not end in time. A rank hangs, or all wait for something that never comes."""
-    is_unwanted: bool = False
-    """It is given up because nobody wants its result."""
+    cause: Cause | None = None  # why it is given up; None if that is no fault of its own
+    is_overdue: bool = False  # it did not end in time: a rank hangs, or all wait for ever
+    is_unwanted: bool = False  # it is given up because nobody wants its result
 
     @property
     def unreported(self) -> list[int]:

@@ -19,8 +19,7 @@ from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 10.0
-"""While ranks start, the log says this often how far they are."""
+LOG_EVERY_S = 10.0  # while ranks start, the log says this often how far they are
 
 
 def wait_ready(pool: WorkerPool, signals: SignalPipe | None = None) -> None:

@@ -14,9 +14,8 @@ from gfgen.errors import in_one_line
 from gfgen.graph import Stage
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Clock, Event
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc import messages
@@ -92,8 +91,7 @@ class JobMemory:
         self._slabs.clear()
 
 
-_ANSWER_S = 1.0
-"""The longest wait for the ranks' memory use at the end of a run."""
+_ANSWER_S = 1.0  # the longest wait for the ranks' memory use at the end of a run
 
 
 class Requests(Protocol):
@@ -136,11 +134,9 @@ class ProcessBackend:
         self._warm_ups: WarmUps | None = None
         self._kinds: set[object] = set()
         self._names: dict[str, set[str]] = defaultdict(set)
-        self._told: set[str] = set()
-        """Models whose failure to load has been reported."""
+        self._told: set[str] = set()  # models whose failure to load has been reported
         self._pinged_s = pool.clock.now_s
-        self._pending: list[Event] = []
-        """Events that come from no message."""
+        self._pending: list[Event] = []  # events that come from no message
         self.add(list(memory.jobs.values()))  # ranks were told of these before
         self._warm_ups = warm_ups
         self._begin()

@@ -21,14 +21,10 @@ from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-MAX_WRITES = 2
-"""A file is given up after this many writers have died with it."""
-RETRY_S = 5.0
-"""Pause before a file for which the disk had no room is written again."""
-LONG_S = 0.2
-"""A file that waits longer gets a new writer, which is there after about as long."""
-SLOWEST_BYTES_PER_S = 1e6
-"""A slower writer hangs: encoding takes about 1 s for 50 MB on one core."""
+MAX_WRITES = 2  # a file is given up after this many writers have died with it
+RETRY_S = 5.0  # pause before a file for which the disk had no room is written again
+LONG_S = 0.2  # a file that waits longer gets a new writer, which is there after about as long
+SLOWEST_BYTES_PER_S = 1e6  # a slower writer hangs: encoding takes about 1 s for 50 MB on one core
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +37,7 @@ class _File:
     since_s: float = 0.0
     writer: WriterProcess | None = None
     num_tries: int = 0
-    retry_s: float | None = None
-    """When to try again, if the disk was full."""
+    retry_s: float | None = None  # when to try again, if the disk was full
 
 
 class Writes:

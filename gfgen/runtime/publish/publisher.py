@@ -44,14 +44,10 @@ from gfgen.system.linefile import LineFile, read_from
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "published.jsonl"
-BATCH_S = 60.0
-"""Between two batches of files that are in no shard, and between two renewals of the lease."""
-PAUSE_S = 1.0
-"""Before an upload is tried again; doubled each time, up to a minute."""
-LEASE_S = 300.0
-"""It is not renewed during an upload. Another run takes it after this time."""
-LAST_S, STOPPED_S = 120.0, 5.0
-"""How long uploads that fail are tried again when a run has ended, or was stopped."""
+BATCH_S = 60.0  # between two batches of files that are in no shard, and between two renewals of the lease
+PAUSE_S = 1.0  # before an upload is tried again; doubled each time, up to a minute
+LEASE_S = 300.0  # it is not renewed during an upload. Another run takes it after this time.
+LAST_S, STOPPED_S = 120.0, 5.0  # how long failing uploads are tried again after a run, or a stopped one
 NUM_UPLOADS = 8
 
 
@@ -61,26 +57,20 @@ class Publisher(Observer):
     def __init__(self, url: str, state: Path, shards: Shards, *, is_filtered: bool = False) -> None:
         """is_filtered: results wait until their line has the decision of a filter."""
         self.url, self.state, self._shards, self._is_filtered = url, state, shards, is_filtered
-        self.published: dict[str, str] = {}
-        """Hashes of the jobs in the store, by id."""
+        self.published: dict[str, str] = {}  # hashes of the jobs in the store, by id
         self._manifest, self._folder = state / MANIFEST_NAME, state / ".shards"
         self._header: dict[str, Any] = {}
-        self._number = -1
-        """The last one in the store."""
-        self._closed: dict[str, Any] | None = None
-        """The record of the batch that is not stored."""
-        self._last: Mapping[str, str] = {}
-        """The jobs of the last batch, whose files a killed run may have left."""
+        self._number = -1  # the last one in the store
+        self._closed: dict[str, Any] | None = None  # the record of the batch that is not stored
+        self._last: Mapping[str, str] = {}  # jobs of the last batch, whose files a killed run may have left
         self._waiting: dict[str, ManifestLine] = {}
         self._waiting_bytes, self._next_s, self._next_hold_s = 0, 0.0, 0.0
         self._unjudged: set[str] = set()
-        self._others: list[ManifestLine] = []
-        """Jobs that were not done, for the next part."""
+        self._others: list[ManifestLine] = []  # jobs that were not done, for the next part
         self._read_bytes, self._told_bytes, self._start_bytes = 0, 0, 0
         """Of the manifest: read, in parts as far as jobs were not done, and in the store, all of them."""
         self._specs: dict[str, JobSpec] = {}
-        self._put: dict[str, Content] = {}
-        """Files of the next batch that are in the store."""
+        self._put: dict[str, Content] = {}  # files of the next batch that are in the store
         self._wake, self._ending = threading.Event(), threading.Event()
         self._until_s, self._pause_s, self._error = 0.0, PAUSE_S, ""
         self._thread: threading.Thread | None = None

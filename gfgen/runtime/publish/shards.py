@@ -19,16 +19,14 @@ from gfgen.runtime.files.manifest import ManifestLine, manifest_lines, of_each_f
 SHARD, PART = "shard-", "manifest-"
 SUFFIXES = {"webdataset": ".tar", "parquet": ".parquet"}
 DEFAULT_SIZE = "10000,256MB"
-GROUP_ROWS, GROUP_BYTES = 100, 2**24
-"""Of a row group in Parquet, which is built in memory."""
+GROUP_ROWS, GROUP_BYTES = 100, 2**24  # of a row group in Parquet, which is built in memory
 _SHOWN = ("id", "prompt", "negative_prompt", "model", "tag", "file")
 _NUMBERS = ("seed", "steps", "width", "height", "frames")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    kind: str | None
-    """A key of SUFFIXES; None for files that are in no shard."""
+    kind: str | None  # a key of SUFFIXES; None for files that are in no shard
     max_jobs: int
     max_bytes: int
 

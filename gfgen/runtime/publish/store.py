@@ -23,8 +23,7 @@ from gfgen.runtime.ipc.content import Content, content_of, name_file, temporary_
 logger = logging.getLogger(__name__)
 
 LEASE_NAME = "gfgen-lease.json"
-TIMEOUT_S = 60.0
-"""For an answer of the store."""
+TIMEOUT_S = 60.0  # for an answer of the store
 
 
 class StoreError(OutputError):
@@ -80,8 +79,7 @@ class Bucket:
         config = {"connect_timeout": 10, "read_timeout": TIMEOUT_S, "retries": {"total_max_attempts": 1}}
         self._fs = S3FileSystem(config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
         self._fs.retries = 1
-        self._etag: str | None = None
-        """Of the lease."""
+        self._etag: str | None = None  # of the lease
 
     def _call(self, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Raises: TakenError when a condition is not met; FileNotFoundError; StoreError for all else."""

@@ -16,8 +16,7 @@ from gfgen.runtime.control.job_record import timed_out_after
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobArrived, RankReady
+from gfgen.runtime.core.events import Clock, JobArrived, RankReady
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel

@@ -19,9 +19,9 @@ from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch, GivenUp
 from gfgen.runtime.core.events import (
+    Clock,
     Event,
     OutputWritten,
     RankLoaded,

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -15,9 +15,9 @@ from gfgen.errors import RunError
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import LayoutGroup
+from gfgen.gfc.group import Collectives
 from gfgen.graph import Stage
-from gfgen.models.families.adapter import Adapter, BatchAdapter, Fields
+from gfgen.models.families.adapter import Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.streaming.turns import in_turns
@@ -33,12 +33,9 @@ Thread = Literal["main", "receiver", "sender", "watcher", "frames"]
 class Device:
     """Keeps a rank's models and runs its tasks in main memory, where arenas are shared memory."""
 
-    maps_between_tasks = False
-    """New arenas are mapped by the main thread, because mapping waits for the device."""
-    arena_fds: tuple[int, ...] = ()
-    """The control plane hands these to the other ranks."""
-    counts_tokens = False
-    """Whether this device can pad texts at almost no cost."""
+    maps_between_tasks = False  # new arenas are mapped by the main thread: mapping waits for the device
+    arena_fds: tuple[int, ...] = ()  # the control plane hands these to the other ranks
+    counts_tokens = False  # whether this device can pad texts at almost no cost
 
     def __init__(
         self,
@@ -49,13 +46,11 @@ class Device:
         load_model: Callable[[str], Adapter],
     ) -> None:
         self.adapters = adapters
-        self.endpoint: Any = None
-        """None before `connect`."""
+        self.endpoint: Any = None  # None before `connect`
         self._rank = rank
         self._dispatches = dispatches
         self._load_model = load_model
-        self._away: dict[str, Adapter] = {}
-        """By checkpoint: models that have left the device and may come back."""
+        self._away: dict[str, Adapter] = {}  # by checkpoint: models off the device that may come back
         self._used: set[object] = set()
 
     def use(self, thread: Thread) -> None:
@@ -137,7 +132,8 @@ class Device:
             job.hold(self._receive(work, outline), producer=None)
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
-            job.fetch_latents(task, message.producer)
+            latents = jobs.fetch(job.slab, "latents", task.index, job.take_in)
+            job.hold(latents, producer=message.producer)
 
     def _receive(self, work: RankTask, outline: jobs.Outline) -> Fields:
         return jobs.receive_state(
@@ -204,11 +200,11 @@ def task_kind(work: RankTask, rank: int) -> tuple[object, ...]:
     return start.checkpoint, work.task.stage, start.shape, layout.degrees, layout.slot_of(rank)
 
 
-def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
+def meet(endpoint: Any, message: RunTask) -> Collectives | None:
     """The group of a task on several ranks when all of them are there; None for one rank."""
     if message.layout.degree == 1:
         return None
-    group: LayoutGroup = endpoint.group(
+    group: Collectives = endpoint.group(
         Descriptor(message.number, message.layout, message.incarnations), timeout_s=message.wait_s
     )
     group.enter()
@@ -228,7 +224,7 @@ def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> 
     return len(works) > 1 and (adapter.takes_turns or not hasattr(adapter, "denoise_batch"))
 
 
-def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: LayoutGroup | None) -> None:
+def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: Collectives | None) -> None:
     """Run a task, or steps of several jobs, which share reads of blocks; one that raises gets its `error`."""
     adapter = adapters[works[-1].job.start.checkpoint]
     if len(works) == 1:
@@ -240,7 +236,7 @@ def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: L
         return
     step = works[-1].task.step
     assert step is not None
-    made = cast(BatchAdapter, adapter).denoise_batch([step_input(each.job) for each in works], step=step)
+    made = adapter.denoise_batch([step_input(each.job) for each in works], step=step)
     for each, latents in zip(works, made, strict=True):
         each.made = {"latents": latents}
 

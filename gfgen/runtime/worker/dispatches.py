@@ -24,21 +24,16 @@ class Dispatches:
     """Which dispatches a rank is inside of. `on_left` runs, locked, when no thread is in abandoned ones."""
 
     def __init__(self, on_left: Callable[[frozenset[int]], None]) -> None:
-        self.lock = threading.RLock()
-        """Also guards the jobs of the rank."""
+        self.lock = threading.RLock()  # also guards the jobs of the rank
         self._changed = threading.Condition(self.lock)
         self._on_left = on_left
-        self._is_over = False
-        """The control plane is gone: every dispatch counts as abandoned."""
-        self._inside: Counter[int] = Counter()
-        """Counts the threads that are inside each dispatch."""
+        self._is_over = False  # the control plane is gone: every dispatch counts as abandoned
+        self._inside: Counter[int] = Counter()  # counts the threads that are inside each dispatch
         self._abandoned: set[int] = set()
         self._failed: set[int] = set()
         self._leaving: list[frozenset[int]] = []
-        self._unsent: dict[int, int] = {}
-        """By dispatch whose state this rank has yet to send: how many arenas must be mapped before."""
-        self._enqueued: set[int] = set()
-        """Members of `_unsent` for which the host has nothing left to do."""
+        self._unsent: dict[int, int] = {}  # by dispatch to send state for: arenas to be mapped before
+        self._enqueued: set[int] = set()  # members of `_unsent` for which the host has nothing left to do
         self._num_unsettled = 0
         self._num_announced = self._num_mapped = 0
 

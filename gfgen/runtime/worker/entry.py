@@ -19,8 +19,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.weights import WHOLE
 from gfgen.models.loading.random_weights import StoredWeights
 from gfgen.models.streaming.shards import Island
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandoned, Loading, WorkerFailed, WorkerReady
+from gfgen.runtime.ipc.messages import Abandoned, Channel, Loading, WorkerFailed, WorkerReady
 from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches

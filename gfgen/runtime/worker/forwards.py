@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
 from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.layout import MAX_RANKS, Degrees, Layout
-from gfgen.models.families.adapter import Adapter, BatchAdapter, StepInput
+from gfgen.models.families.adapter import Adapter, StepInput
 from gfgen.models.fast.recording import Graphs, NotWorthRecordingError, Replay
 from gfgen.models.geometry.rules import known
 from gfgen.models.parallel.parallel import Parallel, rehearsal
@@ -34,15 +34,11 @@ an H200 a forward of Qwen-Image 1024 in fp8 takes 134 ms to record, 83 replayed,
 FIRST_STEPS = 3
 """Those that launch other kernels than the one before: UniPC of order 2 corrects from the second step on, and
 solves a system of equations from the third on."""
-_ENOUGH_TO_APPROXIMATE = 2
-"""Steps whose outputs an approximate one needs."""
-MAX_KINDS = 1024
-"""The least recently used kind is forgotten first: prompts that are not padded bring ever new lengths."""
-MAX_SHORTAGES = 4
-"""After memory was short, records are made again at most this often: they may be the reason."""
+_ENOUGH_TO_APPROXIMATE = 2  # steps whose outputs an approximate one needs
+MAX_KINDS = 1024  # the least recently used goes first: unpadded prompts bring ever new lengths
+MAX_SHORTAGES = 4  # after memory was short, records are made again at most this often: they may be the reason
 
-Unentered = Callable[[Layout], Parallel | None]
-"""The ranks of a step on this layout before they meet; None for one rank."""
+Unentered = Callable[[Layout], Parallel | None]  # the ranks of a step before they meet; None for one rank
 
 
 class Kind(NamedTuple):
@@ -62,10 +58,8 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    num_steps: int = 0
-    """Steps that ran; those of a batch count once for each job."""
-    num_gone: int | None = None
-    """The number of lost records when it was prepared; None if it was not."""
+    num_steps: int = 0  # steps that ran; those of a batch count once for each job
+    num_gone: int | None = None  # the number of lost records when it was prepared; None if it was not
 
 
 class Forwards:
@@ -77,11 +71,9 @@ class Forwards:
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
         self._kinds: OrderedDict[Kind, _Seen] = OrderedDict()
-        self._not_worth: set[object] = set()
-        """Shapes whose steps are launched kernel by kernel."""
+        self._not_worth: set[object] = set()  # shapes whose steps are launched kernel by kernel
         self._num_shortages = 0
-        self._warmed: set[object] = set()
-        """What needs no warm-up again when its model comes back."""
+        self._warmed: set[object] = set()  # what needs no warm-up again when its model comes back
 
     def kind_of(self, works: Sequence[RankTask]) -> Kind:
         """The kind of a step, or of the steps of a batch."""
@@ -91,7 +83,7 @@ class Forwards:
         shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
         if len(works) > 1:
             inputs = [step_input(each.job) for each in works]
-            texts = cast(BatchAdapter, adapter).text_shape_of_batch(inputs)
+            texts = adapter.text_shape_of_batch(inputs)
             shapes = (*shapes, len(works))
         else:
             texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
@@ -131,7 +123,7 @@ class Forwards:
             ):
                 with self._graphs.recording(unentered):
                     if len(works) > 1:
-                        cast(BatchAdapter, adapter).denoise_batch(inputs, step=step)
+                        adapter.denoise_batch(inputs, step=step)
                     else:
                         adapter.denoise(*inputs[0], step=step, parallel=alone)
         except NotWorthRecordingError:
@@ -227,8 +219,7 @@ def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -
     return sorted({step, num_steps - 1 if boundary_ratio is not None else step})
 
 
-MIN_FREE_SHARE = 0.1
-"""Share of the memory that torch may use. With less free nothing is recorded: tasks need it."""
+MIN_FREE_SHARE = 0.1  # of torch's memory. With less free nothing is recorded: tasks need it
 
 
 class CudaRecorder:

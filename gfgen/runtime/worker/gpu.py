@@ -43,22 +43,12 @@ from gfgen.models.families.adapter import HOST, Adapter, Fields
 from gfgen.models.fast import stop_checks
 from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
-from gfgen.models.parallel import counted_attention, parallel
+from gfgen.models.parallel import cudnn_attention, parallel
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.runtime.ipc.arenas import CONTEXT_BYTES, SIDE_BYTES
-from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, SendState, WarmUp
-from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
+from gfgen.runtime.ipc.messages import Abandoned, Arenas, Channel, MemoryUse, SendState, WarmUp
+from gfgen.runtime.ipc.settings import CONTEXT_BYTES, SIDE_BYTES, RankSettings, WorkerSettings
 from gfgen.runtime.predict.profile_file import peak_key
-from gfgen.runtime.worker.device import (
-    Device,
-    Thread,
-    are_separate,
-    execute,
-    meet,
-    share_time,
-    task_kind,
-)
+from gfgen.runtime.worker.device import Device, Thread, are_separate, execute, meet, share_time, task_kind
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, Kind
@@ -69,10 +59,8 @@ from gfgen.system.machine import peak_bytes
 
 logger = logging.getLogger(__name__)
 
-_SHORT_S = 0.25
-"""A task that is expected to end sooner is launched as a whole: stopping it would gain nothing."""
-_NUM_SUMS = 64
-"""More than a rank has tasks under way, which are two at most, or a batch."""
+_SHORT_S = 0.25  # a task expected to end sooner is launched as a whole: stopping it would gain nothing
+_NUM_SUMS = 64  # more than a rank has tasks under way, which are two at most, or a batch
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -82,7 +70,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
 def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     device = torch.device("cuda", settings.gpu)
     torch.cuda.set_device(device)
-    attention = threading.Thread(target=counted_attention.load, args=(device,))
+    attention = threading.Thread(target=cudnn_attention.load, args=(device,))
     attention.start()
     Kernels(settings.gpu)  # compile and keep them on disk before another rank waits for this one
     try_kernels(device)
@@ -105,8 +93,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     return Worker(channel, settings.rank, gpu, dispatches)
 
 
-Arrival = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Of state that other ranks send: the first of it is there; all of it is."""
+Arrival = tuple[torch.cuda.Event, torch.cuda.Event]  # of other ranks' state: its first part, and all of it
 
 
 @dataclass(slots=True)
@@ -166,7 +153,7 @@ class GpuDevice(Device):
         recorder: LaunchRecorder,
     ) -> None:
         super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
-        self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
+        self.counts_tokens = cudnn_attention.is_fast(device, torch.bfloat16)
         self._own_arena = None
         if own_arena is not None:
             self._own_arena, arena_fd = own_arena
@@ -182,10 +169,8 @@ class GpuDevice(Device):
         """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
         self._last_end: torch.cuda.Event | None = None
         self._has_peers = True
-        self._arrival: Arrival | None = None
-        """The input, if enqueued, of the task that the main thread is about to launch."""
-        self._is_short = False
-        """A task has run out of memory: the main thread releases what it keeps before its next task."""
+        self._arrival: Arrival | None = None  # the enqueued input of the task that is launched next
+        self._is_short = False  # memory ran out: the main thread releases what it keeps before its next task
         self._streams.load_transfers()
 
     def use(self, thread: Thread) -> None:
@@ -301,7 +286,8 @@ class GpuDevice(Device):
                 execute(self.adapters, works, group)
             for each in works:
                 each.made = {name: _dense(fields) for name, fields in each.made.items()}
-                each.total = self._read_later(sum_of(each.made))
+                if (total := sum_of(each.made)) is not None:  # copied to where the watcher reads it
+                    each.total = next(self._sums).copy_(total, non_blocking=True)
         is_alike = group is None and len({each.job.start.shape for each in works}) == 1
         if is_alike and num_replays == self._graphs.num_replays:  # records have memory of their own
             model, vae_dtype = job.start.spec.model, self._settings.ranks.vae_dtype
@@ -322,10 +308,6 @@ class GpuDevice(Device):
                 is_first_use=is_first_use,
                 prepared_s=prepared_s / len(works),
             )
-
-    def _read_later(self, total: torch.Tensor | None) -> torch.Tensor | None:
-        """Copy a sum to where the watcher reads it."""
-        return None if total is None else next(self._sums).copy_(total, non_blocking=True)
 
     def _watch_of(self, works: Sequence[RankTask]) -> stop_checks.Watch:
         watch = super()._watch_of(works)
@@ -441,7 +423,7 @@ def pad_as_others(message: Arenas, *, can_pad: bool) -> None:
     if message.counts_tokens and not can_pad:
         raise ModelError("cuDNN's attention with padding works on the other ranks, and not on this one")
     if not message.counts_tokens:
-        counted_attention.forgo()
+        cudnn_attention.forgo()
 
 
 def task_kinds(work: RankTask, rank: int, forward: Kind | None) -> frozenset[object]:

@@ -10,37 +10,31 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gfgen.errors import ModelError
 from gfgen.graph import Task
 from gfgen.models.families.adapter import SAMPLE, SOUND, SOUND_RATE, UNCHECKED, Fields, StepInput
-from gfgen.runtime.ipc.messages import RankTimes, RunTask, StartJob
-from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.messages import RankTimes, RunTask, StartJob, Transfer
 from gfgen.runtime.ipc.slab import OutputShape, Slab, map_for
 from gfgen.runtime.worker.dispatches import InputVoidError
 
-Store = Callable[[torch.Tensor, memoryview], None]
-"""Copies a dense tensor into host memory; complete on return."""
-TakeIn = Callable[[Fields], Fields]
-"""Copies fields of a slab to the rank's device; the slab may change on return."""
+Store = Callable[[torch.Tensor, memoryview], None]  # copies a dense tensor to host memory; complete on return
+TakeIn = Callable[[Fields], Fields]  # copies fields of a slab to the device; the slab may change then
 
-_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)
-"""Pauses between looks at a producer's word: none at first, a fifth of a millisecond in the end."""
+_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)  # pauses between looks at a producer's word
 
 Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, Any]]
 """Dtype and shape of each tensor of an artifact, and its scalars."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shipment:
+class Shipment(NamedTuple):
     """Latents to send on."""
 
     fields: Fields
-    is_there: Any = None
-    """The device's event that follows them if they are only enqueued, otherwise None."""
+    is_there: Any = None  # the device's event that follows them if they are only enqueued, otherwise None
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
@@ -87,12 +81,9 @@ class RankJob:
     artifacts: dict[str, Fields] = field(default_factory=dict)
     makers: dict[str, int | None] = field(default_factory=dict)
     """By constant (prompt, condition) that is here: the dispatch that made it; None for long ended ones."""
-    producer: int | None = None
-    """The dispatch that made the latents in `artifacts`; None if they are not here."""
-    is_there: Any = None
-    """The event of those latents, as in `Shipment`."""
-    wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
-    """By dispatch: the sender thread's futures of its latents."""
+    producer: int | None = None  # the dispatch that made the latents here; None if there are none
+    is_there: Any = None  # the event of those latents, as in `Shipment`
+    wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)  # by dispatch: of the sender
 
     def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
         """Keep what a task has made or enqueued, and hand latents to the sender."""
@@ -148,10 +139,6 @@ class RankJob:
     def _is_made_by(self, producer: int | None, name: str, version: int) -> bool:
         return self.slab.producer(name, version) == producer
 
-    def fetch_latents(self, task: Task, producer: int) -> None:
-        """Copy the latents that `producer` published from the slab."""
-        self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
-
     def await_input(self, task: Task, message: RunTask, *, is_void: Callable[[], bool]) -> None:
         """Wait until the slab has a task's input, unless it is here. Raises: InputVoidError by `is_void`."""
         if message.producer is None or self.producer == message.producer or message.transfers:
@@ -173,18 +160,13 @@ class RankTask:
     message: RunTask
     job: RankJob
     task: Task
-    frames_fd: int | None = None
-    """The writer's memory, for a decode; the thread for frames closes it."""
-    made: dict[str, Fields] = field(default_factory=dict)
-    """What the task makes, which may be only enqueued."""
-    total: torch.Tensor | None = None
-    """`sum_of` its output; in host memory when the task has ended."""
-    is_there: Any = None
-    """The device's event that follows the output; None if it is there."""
+    frames_fd: int | None = None  # the writer's memory, for a decode; the thread for frames closes it
+    made: dict[str, Fields] = field(default_factory=dict)  # what the task makes, which may be only enqueued
+    total: torch.Tensor | None = None  # `sum_of` its output; in host memory when the task has ended
+    is_there: Any = None  # the device's event that follows the output; None if it is there
     launch: Any = None
     times: RankTimes = field(default_factory=partial(RankTimes, 0, 0.0, 0.0))
-    error: Exception | None = None
-    """Why it has failed, if steps of other jobs that ran with it have not."""
+    error: Exception | None = None  # why it has failed, if steps of other jobs that ran with it have not
 
     @property
     def number(self) -> int:

@@ -29,7 +29,7 @@ import torch
 
 from gfgen.errors import AbortedError, PeerTimeoutError
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import jobs
 from gfgen.runtime.worker.device import Device, Thread
@@ -40,8 +40,7 @@ from gfgen.runtime.worker.preparing import Preparation, reason_of, resign
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.02
-"""After so long without a task a rank prepares later ones. Between two steps of a job it waits 1 ms."""
+IDLE_S = 0.02  # so long without a task, a rank prepares later ones; between two steps it waits 1 ms
 
 Handler = Callable[[Any, Sequence[int]], None]
 
@@ -57,8 +56,7 @@ class Worker:
         self._shipments: queue.SimpleQueue[tuple[messages.SendState, Future[jobs.Shipment]]] = (
             queue.SimpleQueue()
         )
-        self._batch: list[RankTask] = []
-        """Steps whose input is here, and which wait for the rest of their batch."""
+        self._batch: list[RankTask] = []  # steps whose input is here, which wait for the rest
         self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0

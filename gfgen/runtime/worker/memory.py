@@ -13,24 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gfgen.runtime.worker.jobs import as_bytes
 
-_WITHOUT_TASKS = 0
-"""The default stream, which a worker leaves when it has loaded its first models."""
+_WITHOUT_TASKS = 0  # the default stream, which a worker leaves when it has loaded its first models
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(NamedTuple):
     allocated_bytes: int
     peak_bytes: int
     reserved_bytes: int
-    num_asked: int
-    """How often torch took memory from the device, or gave some back."""
+    num_asked: int  # how often torch took memory from the device, or gave some back
 
     @property
     def free_bytes(self) -> int:
@@ -38,16 +34,12 @@ class _Look:
         return self.reserved_bytes - self.allocated_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    num_asked: int
-    """If the number is unchanged, the segments are the same."""
-    allocated_bytes: int
-    """If this is unchanged as well, assume that the same parts of the segments are in use."""
+class _Segments(NamedTuple):
+    num_asked: int  # if the number is unchanged, the segments are the same
+    allocated_bytes: int  # if this is unchanged as well, assume the same parts of the segments in use
     own_bytes: int
     free_bytes: int
-    settled_bytes: int
-    """In use on the stream without tasks: weights, which stay until models change."""
+    settled_bytes: int  # in use on the stream without tasks: weights, which stay until models change
 
 
 class DeviceMemory:
@@ -57,13 +49,10 @@ class DeviceMemory:
         self._device = device
         self._stream = stream
         self._segments: _Segments | None = None
-        self._needed: dict[Hashable, int] = {}
-        """By familiar kind of task: the bytes that its launch took at once."""
+        self._needed: dict[Hashable, int] = {}  # by familiar kind of task: what its launch took at once
         self._peaks: dict[str, int] = {}
-        self.last_peak_bytes = self.last_own_bytes = 0
-        """Of the last launch; without what was in use before."""
-        self.beside_bytes = 0
-        """Of weights that torch does not know (models/streaming/keeping.py)."""
+        self.last_peak_bytes = self.last_own_bytes = 0  # of the last launch; without what was in use before
+        self.beside_bytes = 0  # of weights that torch does not know (models/streaming/placing.py)
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
         """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
@@ -90,7 +79,8 @@ class DeviceMemory:
     @contextmanager
     def launching(self, kinds: Collection[Hashable], *, model: str | None = None) -> Iterator[None]:
         """Wrap the launch of a task; if it raises, its kinds stay as they were."""
-        self._reset_peak()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.reset_peak_memory_stats(self._device)
         before = self._look()
         yield
         after = self._look()
@@ -144,10 +134,6 @@ class DeviceMemory:
             stats["num_device_alloc"] + stats["num_device_free"],
         )
 
-    def _reset_peak(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.reset_peak_memory_stats(self._device)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
@@ -157,8 +143,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-STAGING_BYTES = 64 << 20
-"""Pinned host memory for each direction. No more is pinned later, because pinning waits for the device."""
+STAGING_BYTES = 64 << 20  # pinned for each direction. No more later: pinning waits for the device
 
 
 class Staging:
@@ -168,8 +153,7 @@ class Staging:
         self.stream = stream
         self._device = device
         self._halves = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True).unbind()
-        self._used: list[torch.cuda.Event | None] = [None, None]
-        """By half: when the device is done with it."""
+        self._used: list[torch.cuda.Event | None] = [None, None]  # by half: when the device is done with it
         self._turn = 0
 
     def store(self, tensor: torch.Tensor, place: memoryview) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from gfgen.errors import REFUSALS, JobError, ModelError
 from gfgen.runtime.ipc import messages
-from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Channel
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import AFTER_ALL, Dispatches, InputVoidError
 
@@ -30,8 +30,7 @@ class Preparation:
     """Prepares tasks and models on a worker's main thread, which runs no task meanwhile."""
 
     def __init__(self, channel: Channel, rank: int, device: Device, dispatches: Dispatches) -> None:
-        self.later: deque[Iterator[None]] = deque()
-        """What is prepared when no task is here, in parts."""
+        self.later: deque[Iterator[None]] = deque()  # what is prepared when no task is here, in parts
         self._channel = channel
         self._rank = rank
         self._device = device

@@ -18,8 +18,7 @@ from typing import Any
 
 from gfgen.errors import OutputError
 from gfgen.runtime.core import events
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.effects import tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_warnings
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import job_requests
