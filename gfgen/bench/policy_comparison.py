@@ -194,9 +194,16 @@ class Score:
 
 
 def score(
-    policy: str, outcomes: Sequence[JobOutcome], *, slack_s: float, replaced_by: str | None = None
+    policy: str,
+    outcomes: Sequence[JobOutcome],
+    *,
+    slack_s: float = 0.0,
+    slacks_s: Mapping[str, float] | None = None,
+    replaced_by: str | None = None,
 ) -> Score:
-    summary, with_slack = summary_of(outcomes), summary_of([_allowed(each, slack_s) for each in outcomes])
+    """slacks_s: by model, in place of `slack_s`."""
+    allowed = [_allowed(each, (slacks_s or {}).get(each.info.spec.model or "", slack_s)) for each in outcomes]
+    summary, with_slack = summary_of(outcomes), summary_of(allowed)
     latency = summary.latency
     return Score(
         policy=policy,

@@ -17,6 +17,7 @@ from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.session.admission import find_weightless
 
 Name = Literal["short", "foreground-burst", "steady", "overnight"]
@@ -118,8 +119,19 @@ def weightless_model(name: str) -> ResolvedModel:
     return find_weightless(name)
 
 
-def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
+def models_of(text: str) -> list[str]:
+    """One model, or several joined by '+', whose jobs are mixed. Raises InputError for one without a mix."""
+    models = list(dict.fromkeys(text.split("+")))
+    for model in models:
+        mix_of(model)
+    return models
+
+
+def admitted(specs: Sequence[JobSpec], *models: ResolvedModel) -> tuple[AdmittedJob, ...]:
+    """Jobs of these models; with one model alone, whatever its name."""
+    found = {model.name: model for model in models}
+    find_model = (lambda _: models[0]) if len(models) == 1 else found.__getitem__
+    jobs, problems = admit(specs, default_model=models[0].name, find_model=find_model)
     assert not problems, problems
     return tuple(jobs)
 
@@ -139,6 +151,17 @@ class WorkloadOptions:
     """No job arrives later than this."""
     steps: int | None = None
     """Replaces that of the mix."""
+
+
+def workload_of(name: Name, text: str, profile: Profile, options: WorkloadOptions) -> tuple[JobSpec, ...]:
+    """The jobs of one model or, at equal shares of the load, of several, by arrival."""
+    models, degrees = models_of(text), sorted({1, options.deadlines_from})
+    own, jobs = replace(options, load=options.load / len(models)), list[JobSpec]()
+    for place, model in enumerate(models):
+        times = stand_alone(weightless_model(model), CostModel(profile), degrees=degrees, steps=options.steps)
+        found = make_workload(name, model, times, own)
+        jobs += found if len(models) == 1 else [replace(job, id=f"{job.id}-{place}") for job in found]
+    return tuple(sorted(jobs, key=lambda job: job.arrival_s)[: options.num_jobs])
 
 
 def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:

@@ -19,16 +19,15 @@ from gfgen.bench.workloads import (
     Name,
     WorkloadOptions,
     admitted,
-    make_workload,
     mix_of,
-    stand_alone,
+    models_of,
     weightless_model,
+    workload_of,
 )
 from gfgen.errors import InputError, PolicyFault, StalledError
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.linefile import write_whole
@@ -38,6 +37,7 @@ from gfgen.system.machine import commit, versions
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Cell:
     model: str
+    """Or several, joined by '+'."""
     workload: Name
     load: float
     deadlines_from: int = 1
@@ -58,12 +58,6 @@ class Cell:
 
     def jobs(self, profile: Profile, *, num_ranks: int) -> tuple[JobSpec, ...]:
         """Arrivals and deadlines follow from the profile, so they are the same simulated and run."""
-        times = stand_alone(
-            weightless_model(self.model),
-            CostModel(profile),
-            degrees=sorted({1, self.deadlines_from}),
-            steps=self.steps,
-        )
         options = WorkloadOptions(
             load=self.load,
             seed=self.seed,
@@ -74,7 +68,7 @@ class Cell:
             minutes=self.minutes,
             steps=self.steps,
         )
-        return make_workload(self.workload, self.model, times, options)
+        return workload_of(self.workload, self.model, profile, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +148,8 @@ class CellStore:
 
 
 def found_of(cell: Cell, run: PolicyRun) -> Found:
-    slack_s = mix_of(cell.model).slack_s
-    scored = None if run.error else score(cell.policy, run.outcomes, slack_s=slack_s, replaced_by=None)
+    slacks_s = {model: mix_of(model).slack_s for model in models_of(cell.model)}
+    scored = None if run.error else score(cell.policy, run.outcomes, slacks_s=slacks_s, replaced_by=None)
     return Found(cell, scored, run.error or run.fault, commit(), time.strftime("%Y-%m-%d"))
 
 
@@ -183,7 +177,8 @@ def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
 
 
 def admitted_of(cell: Cell, profile: Profile, *, num_ranks: int) -> tuple[AdmittedJob, ...]:
-    return admitted(cell.jobs(profile, num_ranks=num_ranks), weightless_model(cell.model))
+    models = map(weightless_model, models_of(cell.model))
+    return admitted(cell.jobs(profile, num_ranks=num_ranks), *models)
 
 
 class Results:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.paper.cells import Cell, Results, admitted_of
 from gfgen.bench.policy_comparison import Score
-from gfgen.bench.workloads import Name, admitted, calibration_jobs, mix_of, weightless_model
+from gfgen.bench.workloads import Name, admitted, calibration_jobs, mix_of, models_of, weightless_model
 from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
@@ -46,6 +47,13 @@ class Grid:
     minutes: float | None = None
     steps: int | None = None
     load: float = 0.9
+    deadlines_from: int = 1
+    further: Sequence[str] = ()
+    """Policies beside the paper's."""
+
+    @property
+    def single_models(self) -> list[str]:
+        return list(dict.fromkeys(name for model in self.models for name in models_of(model)))
 
     @property
     def policies(self) -> dict[str, str]:
@@ -54,7 +62,7 @@ class Grid:
         return {
             "Legacy": "legacy", "EDF": "edf,rescue=false", "SRTF-SP1": "srtf", "SRTF-SPmax": most,
             "FCFS-SP1": "fcfs", AUTO: AUTO,
-        }  # fmt: skip
+        } | {re.sub(r"^.*/|\.py", "", each): each for each in self.further}  # fmt: skip
 
     def cells(
         self,
@@ -66,7 +74,12 @@ class Grid:
     ) -> tuple[Cell, ...]:
         """A cell for each combination and seed; `own` replaces fields."""
         seeds = range(1, own.pop("seeds", self.seeds) + 1)
-        own = {"num_jobs": self.num_jobs, "minutes": self.minutes, "steps": self.steps, **own}
+        own = {
+            "num_jobs": self.num_jobs,
+            "minutes": self.minutes,
+            "steps": self.steps,
+            "deadlines_from": self.deadlines_from,
+        } | own
         return tuple(
             Cell(model=model, workload=workload, load=load, seed=seed, policy=policy, **own)
             for model, workload, load, seed, policy in itertools.product(
@@ -132,7 +145,7 @@ def _bare(found: Score) -> float:
 
 def _stages(grid: Grid, _: Results) -> Iterator[Table]:
     """The time of each stage of the middle class on n ranks, over that on one."""
-    for model in grid.models:
+    for model in grid.single_models:
         job = admitted(calibration_jobs(model), weightless_model(model))[1]
         costs = CostModel(grid.profile)
         found, numbers = costs.class_of(job), range(1, grid.num_ranks + 1)
@@ -151,7 +164,7 @@ def _stages(grid: Grid, _: Results) -> Iterator[Table]:
 
 def _shapes(grid: Grid, _: Results) -> Iterator[Table]:
     """The time of a step of each class on n ranks, over that on one."""
-    for model in grid.models:
+    for model in grid.single_models:
         costs, rows = CostModel(grid.profile), []
         for job in admitted(calibration_jobs(model), weightless_model(model)):
             found = costs.class_of(job)
@@ -183,7 +196,7 @@ def _winners(grid: Grid, cells: Results) -> Iterator[Table]:
         best = max(known, key=lambda name: known[name]) if known else NONE
         shares = [f"{statistics.mean(each):.0%}" if each else NONE for each in found.values()]
         rows.append([f"{model}, {workload}, load {load:g}", *shares, best])
-    yield Table("Jobs in time for the client", ("workload", *names, "best fixed"), rows)
+    yield Table("Jobs in time for the client", ("workload", *names, "best but auto"), rows)
 
 
 def _main(grid: Grid) -> tuple[Cell, ...]:
@@ -222,7 +235,7 @@ def _score_row(name: str, cells: Results, like: Cell) -> list[str]:
 
 def _collapse(grid: Grid) -> tuple[Cell, ...]:
     """Jobs arrive for 2.5 times the time-out."""
-    model = grid.models[-1]
+    model = grid.single_models[-1]
     timeout_s = mix_of(model).timeout_s * (grid.steps or mix_of(model).steps) / mix_of(model).steps
     return grid.cells(
         [model],
@@ -295,7 +308,7 @@ def _pinned(grid: Grid) -> dict[str, str]:
 
 def _fixed(grid: Grid) -> tuple[Cell, ...]:
     names = _pinned(grid).values()
-    return grid.cells(grid.models[:1], ["foreground-burst"], [grid.load], names, seeds=1)
+    return grid.cells(grid.single_models[:1], ["foreground-burst"], [grid.load], names, seeds=1)
 
 
 def _overhead(grid: Grid, cells: Results) -> Iterator[Table]:

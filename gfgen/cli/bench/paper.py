@@ -21,12 +21,13 @@ from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, gr
 from gfgen.bench.paper.page import Section, write_page
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.stock import is_stock
-from gfgen.bench.workloads import admitted, calibration_jobs, mix_of, weightless_model
+from gfgen.bench.workloads import admitted, calibration_jobs, models_of, weightless_model
 from gfgen.cli import options as opt
 from gfgen.cli.bench.runs import WARM_UP_STEPS, run_outside, started_workers
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
+from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import find_gpus
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
@@ -55,7 +56,8 @@ class Arguments:
         "Simulate the grid and fail if `auto` loses 2 points anywhere against the stored table.", "--check"
     )
     models: tuple[str, ...] = opt.option(
-        f"Model whose job classes are used. Repeatable. [{', '.join(MODELS)}; on CPU ranks {REAL_MODELS[0]}]",
+        "Model whose job classes are used, or several joined by '+', whose jobs are mixed. Repeatable. "
+        f"[{', '.join(MODELS)}; on CPU ranks {REAL_MODELS[0]}]",
         "--model",
         multiple=True,
     )
@@ -69,6 +71,18 @@ class Arguments:
         type=click.IntRange(1, MAX_STEPS),
     )
     load: float = opt.option("Load of figures 6, 7 and 11.", type=opt.FiniteRange(0.01, 100), default=0.9)
+    deadlines_from: int = opt.option(
+        "Deadlines are multiples of the time that a job takes alone on N ranks.",
+        type=opt.RANKS,
+        default=1,
+        metavar="N",
+    )
+    further: tuple[str, ...] = opt.option(
+        "Policy beside the paper's, such as a file of docs/examples/policies. Repeatable.",
+        "--policy",
+        multiple=True,
+        type=opt.A_POLICY,
+    )
     profile_path: Path | None = opt.profile_option()
     output: Path = opt.option(
         "Folder for the page and its cells. Cells that are there are not run again.",
@@ -97,13 +111,12 @@ def paper(given: Arguments) -> int:
     is_real = not given.is_simulated and (given.ranks.device == "cpu" or bool(find_gpus()))
     ranks = given.ranks.found(cpu_ranks=2) if is_real else None
     models = given.models or (MODELS if ranks is None or ranks.are_on_gpus else REAL_MODELS)
-    for model in models:
-        mix_of(model)
+    for text in given.further:
+        load_policy(text)
     profile = _profile(given, models, ranks)
     num_ranks = ranks.num_ranks if ranks else given.ranks.ranks or 4
-    grid = Grid(
-        models, num_ranks, profile, given.seeds, given.num_jobs, given.minutes, given.steps, given.load
-    )
+    kept = ("seeds", "num_jobs", "minutes", "steps", "load", "deadlines_from", "further")
+    grid = Grid(models, num_ranks, profile, **{name: getattr(given, name) for name in kept})
     chosen = {*FIGURES} - {GRID} if not {*given.names} - {"all"} else {*given.names}
     cells = {name: figure.cells(grid) for name, figure in FIGURES.items() if name in chosen}
     stores = {
@@ -149,7 +162,8 @@ def _profile(given: Arguments, models: Sequence[str], ranks: Ranks | None) -> Pr
         return load_profile(SHIPPED / "h200.json")
     if len(kept) == 1:  # of the cells that are there
         return load_profile(kept[0])
-    jobs = [job for model in models for job in admitted(calibration_jobs(model), weightless_model(model))]
+    names = [name for model in models for name in models_of(model)]
+    jobs = [job for name in names for job in admitted(calibration_jobs(name), weightless_model(name))]
     found = choose_profile(None, jobs, num_ranks=ranks.num_ranks)
     write_whole(given.output / f"profile-{found.hash[:8]}.json", found.as_json())
     return found
@@ -236,7 +250,9 @@ def _sections(
 
 
 def _check(given: Arguments) -> int:
-    if name := opt.given_in(given, "names", "models", "seeds", "num_jobs", "minutes", "steps", "load"):
+    if name := opt.given_in(
+        given, "names", "models", "seeds", "num_jobs", "minutes", "steps", "load", "deadlines_from", "further"
+    ):
         raise InputError(f"{name}: --check simulates the stored grid as it is; leave it out")
     profile = load_profile(given.profile_path or SHIPPED / "h200.json")
     grid = Grid(MODELS, 4, profile)

@@ -24,8 +24,9 @@ from gfgen.bench.workloads import (
     admitted,
     calibration_jobs,
     make_workload,
-    stand_alone,
+    models_of,
     weightless_model,
+    workload_of,
 )
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import FailureProgress
@@ -37,7 +38,6 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
@@ -59,10 +59,11 @@ def load_compared(text: str) -> tuple[NamedPolicy, Any]:
     return load_policy(name), varied
 
 
-def jobs_with(specs: Sequence[JobSpec], varied: Any, model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """Admit the jobs with this value of VARIED. Raises InputError if the model or their steps refuse it."""
+def jobs_with(specs: Sequence[JobSpec], varied: Any, *models: ResolvedModel) -> tuple[AdmittedJob, ...]:
+    """Admit the jobs with this value of VARIED. Raises InputError if a model or their steps refuse it."""
     specs = [replace(spec, **{VARIED.name: varied}) for spec in specs]
-    jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
+    found = {model.name: model for model in models}
+    jobs, problems = admit(specs, default_model="", find_model=lambda name: found.get(name, models[0]))
     if problems:
         raise InputError(f"--policy ...,{VARIED.name}={varied}: {problems[0]}")
     return tuple(jobs)
@@ -76,11 +77,11 @@ class Predicted:
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
-    """The jobs of a workload, from the times of the model's classes alone by the profile."""
-    found, most = weightless_model(model), max(options.num_ranks, options.deadlines_from)
-    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=most)
-    times = stand_alone(found, CostModel(profile), degrees=range(1, most + 1), steps=options.steps)
-    return Predicted(make_workload(name, model, times, options), found, profile)
+    """The jobs of a workload, from the times of the models' classes alone by the profile."""
+    models, most = models_of(model), max(options.num_ranks, options.deadlines_from)
+    jobs = [job for each in models for job in admitted(calibration_jobs(each), weightless_model(each))]
+    profile = choose_profile(path, jobs, num_ranks=most)
+    return Predicted(workload_of(name, model, profile, options), weightless_model(models[0]), profile)
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
@@ -99,13 +100,16 @@ def started_workers(
     model: str, ranks: Ranks, output: Path, profile: Profile | None, *, steps: int | None
 ) -> Iterator[StartedWorkers]:
     """One pool for many runs of a model, whose files are removed. Raises: InputError for a model or ranks."""
-    found = ranks.admission(model).models.find(model)
-    admitted_on(ranks, calibration_jobs(model, steps=steps), default_model=model, source="--model")
+    names, known = models_of(model), ranks.admission(model).models
+    examples = [spec for name in names for spec in calibration_jobs(name, steps=steps)]
+    jobs = admitted_on(ranks, examples, default_model=names[0], source="--model")
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-        asked = SessionOptions(output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=model)
+        asked = SessionOptions(
+            output_dir=Path(folder), ranks=ranks, policy=load_policy("auto"), model=names[0]
+        )
         with Session(asked) as session:
-            session.load(admitted(calibration_jobs(model), found), are_all_needed=True)
-            yield StartedWorkers(found, model, session, profile)
+            session.load(jobs, are_all_needed=True)
+            yield StartedWorkers(tuple(map(known.find, names)), model, session, profile)
 
 
 def on_workers(
@@ -161,14 +165,14 @@ def run_outside(text: str, specs: Sequence[JobSpec], model: str, ranks: Ranks, o
 
 @dataclass(frozen=True, slots=True)
 class StartedWorkers:
-    _model: ResolvedModel
+    _models: tuple[ResolvedModel, ...]
     _name: str
     _session: Session
     _profile: Profile | None
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
         policy, varied = load_compared(text)
-        watch, jobs = OutcomeRecorder(), jobs_with(specs, varied, self._model)
+        watch, jobs = OutcomeRecorder(), jobs_with(specs, varied, *self._models)
         with tempfile.TemporaryDirectory(dir=self._session.options.output_dir) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=policy)
             summary = self._session.run(
@@ -180,7 +184,7 @@ class StartedWorkers:
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
         """Run a short job of each class and length of prompt on each rank, each pair of ranks, and all."""
-        examples = {(spec.tag, len(spec.prompt.split())): spec for spec in specs}.values()
+        examples = {(spec.model, spec.tag, len(spec.prompt.split())): spec for spec in specs}.values()
         num_ranks = self._session.options.ranks.num_ranks
         for degree in sorted({1, min(2, num_ranks), num_ranks}):
             text, copies = f"legacy,degree={degree}", num_ranks // degree
