@@ -7,5 +7,6 @@ policies=$(printf -- "--policy %s " docs/examples/policies/*.py)
 for deadlines_from in 1 4; do
     python -m gfgen bench paper --simulate --figure 3c --seeds 20 --jobs 80 -o "$1/from-$deadlines_from" \
         --model qwen-image+wan2.2-ti2v-5b --model qwen-image --model wan2.2-ti2v-5b \
-        --deadlines-from $deadlines_from $policies --policy docs/examples/policies/rssp.py,short=1,medium=2,long=4
+        --deadlines-from $deadlines_from $policies --policy docs/examples/policies/rssp.py,short=1,medium=2,long=4 \
+        --policy auto,reuse=if-late
 done

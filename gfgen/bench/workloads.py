@@ -11,10 +11,13 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, PolicyError
+from gfgen.job.fields import FIELDS, Refused
+from gfgen.job.shared import number_of
 from gfgen.job.spec import JobSpec
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
@@ -133,6 +136,30 @@ def admitted(specs: Sequence[JobSpec], *models: ResolvedModel) -> tuple[Admitted
     find_model = (lambda _: models[0]) if len(models) == 1 else found.__getitem__
     jobs, problems = admit(specs, default_model=models[0].name, find_model=find_model)
     assert not problems, problems
+    return tuple(jobs)
+
+
+VARIED = FIELDS["reuse"]
+"""The field that a policy's text may set for all jobs."""
+
+
+def load_compared(text: str) -> tuple[NamedPolicy, Any]:
+    """A policy, and the field of its jobs, `reuse`, which stands at the end. Raises: PolicyError."""
+    name, found, value = text.partition(f",{VARIED.name}=")
+    try:
+        varied = VARIED.parse(number_of(value)) if found else None
+    except Refused:
+        raise PolicyError(f"--policy {text}: {VARIED.name}, which comes last, is {VARIED.accepted}") from None
+    return load_policy(name), varied
+
+
+def jobs_with(specs: Sequence[JobSpec], varied: Any, *models: ResolvedModel) -> tuple[AdmittedJob, ...]:
+    """Admit the jobs with this value of VARIED. Raises InputError if a model or their steps refuse it."""
+    specs = [replace(spec, **{VARIED.name: varied}) for spec in specs]
+    found = {model.name: model for model in models}
+    jobs, problems = admit(specs, default_model="", find_model=lambda name: found.get(name, models[0]))
+    if problems:
+        raise InputError(f"--policy ...,{VARIED.name}={varied}: {problems[0]}")
     return tuple(jobs)
 
 

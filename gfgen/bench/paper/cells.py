@@ -18,7 +18,8 @@ from gfgen.bench.policy_comparison import PolicyRun, Score, score
 from gfgen.bench.workloads import (
     Name,
     WorkloadOptions,
-    admitted,
+    jobs_with,
+    load_compared,
     mix_of,
     models_of,
     weightless_model,
@@ -26,7 +27,6 @@ from gfgen.bench.workloads import (
 )
 from gfgen.errors import InputError, PolicyFault, StalledError
 from gfgen.job.spec import JobSpec
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import simulate
@@ -168,7 +168,7 @@ def simulated(
 def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
     jobs = admitted_of(cell, profile, num_ranks=num_ranks)
     try:
-        found = simulate(jobs, policy=load_policy(cell.policy), num_ranks=num_ranks, profile=profile)
+        found = simulate(jobs, policy=load_compared(cell.policy)[0], num_ranks=num_ranks, profile=profile)
     except (StalledError, PolicyFault) as error:
         return PolicyRun(cell.policy, error=str(error))
     finally:
@@ -178,7 +178,7 @@ def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
 
 def admitted_of(cell: Cell, profile: Profile, *, num_ranks: int) -> tuple[AdmittedJob, ...]:
     models = map(weightless_model, models_of(cell.model))
-    return admitted(cell.jobs(profile, num_ranks=num_ranks), *models)
+    return jobs_with(cell.jobs(profile, num_ranks=num_ranks), load_compared(cell.policy)[1], *models)
 
 
 class Results:

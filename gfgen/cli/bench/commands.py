@@ -15,10 +15,19 @@ import click
 from gfgen import log
 from gfgen.bench.policy_comparison import COMPARED, PolicyComparison
 from gfgen.bench.stock import NAME, is_stock, stock_options
-from gfgen.bench.workloads import WORKLOADS, Name, WorkloadOptions, calibration_jobs, mix_of, weightless_model
+from gfgen.bench.workloads import (
+    WORKLOADS,
+    Name,
+    WorkloadOptions,
+    calibration_jobs,
+    jobs_with,
+    load_compared,
+    mix_of,
+    weightless_model,
+)
 from gfgen.cli import options as opt
 from gfgen.cli.bench.paper import paper
-from gfgen.cli.bench.runs import jobs_with, load_compared, on_workers, predicted, simulated
+from gfgen.cli.bench.runs import on_workers, predicted, simulated
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS

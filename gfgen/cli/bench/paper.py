@@ -21,13 +21,12 @@ from gfgen.bench.paper.figures import FIGURES, Grid, auto_by_point, fidelity, gr
 from gfgen.bench.paper.page import Section, write_page
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.stock import is_stock
-from gfgen.bench.workloads import admitted, calibration_jobs, models_of, weightless_model
+from gfgen.bench.workloads import admitted, calibration_jobs, load_compared, models_of, weightless_model
 from gfgen.cli import options as opt
 from gfgen.cli.bench.runs import WARM_UP_STEPS, run_outside, started_workers
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import find_gpus
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
@@ -78,7 +77,7 @@ class Arguments:
         metavar="N",
     )
     further: tuple[str, ...] = opt.option(
-        "Policy beside the paper's, such as a file of docs/examples/policies. Repeatable.",
+        "Policy beside the paper's, as of bench compare. Repeatable.",
         "--policy",
         multiple=True,
         type=opt.A_POLICY,
@@ -112,7 +111,7 @@ def paper(given: Arguments) -> int:
     ranks = given.ranks.found(cpu_ranks=2) if is_real else None
     models = given.models or (MODELS if ranks is None or ranks.are_on_gpus else REAL_MODELS)
     for text in given.further:
-        load_policy(text)
+        load_compared(text)
     profile = _profile(given, models, ranks)
     num_ranks = ranks.num_ranks if ranks else given.ranks.ranks or 4
     kept = ("seeds", "num_jobs", "minutes", "steps", "load", "deadlines_from", "further")

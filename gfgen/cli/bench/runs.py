@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -23,6 +22,8 @@ from gfgen.bench.workloads import (
     WorkloadOptions,
     admitted,
     calibration_jobs,
+    jobs_with,
+    load_compared,
     make_workload,
     models_of,
     weightless_model,
@@ -30,12 +31,10 @@ from gfgen.bench.workloads import (
 )
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import FailureProgress
-from gfgen.errors import InputError, InterruptedRunError, PolicyError, WorkerError
-from gfgen.job.fields import FIELDS, Refused
-from gfgen.job.shared import number_of
+from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.job.spec import JobSpec
-from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.profile_file import Profile
@@ -45,28 +44,6 @@ from gfgen.session.session import Session, SessionOptions
 
 WARM_UP_STEPS = 3
 """Later steps launch nothing else."""
-VARIED = FIELDS["reuse"]
-"""The field that `--policy` may set for all jobs."""
-
-
-def load_compared(text: str) -> tuple[NamedPolicy, Any]:
-    """A policy, and the field of its jobs, `reuse`, which stands at the end. Raises: PolicyError."""
-    name, found, value = text.partition(f",{VARIED.name}=")
-    try:
-        varied = VARIED.parse(number_of(value)) if found else None
-    except Refused:
-        raise PolicyError(f"--policy {text}: {VARIED.name}, which comes last, is {VARIED.accepted}") from None
-    return load_policy(name), varied
-
-
-def jobs_with(specs: Sequence[JobSpec], varied: Any, *models: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """Admit the jobs with this value of VARIED. Raises InputError if a model or their steps refuse it."""
-    specs = [replace(spec, **{VARIED.name: varied}) for spec in specs]
-    found = {model.name: model for model in models}
-    jobs, problems = admit(specs, default_model="", find_model=lambda name: found.get(name, models[0]))
-    if problems:
-        raise InputError(f"--policy ...,{VARIED.name}={varied}: {problems[0]}")
-    return tuple(jobs)
 
 
 @dataclass(frozen=True, slots=True)
