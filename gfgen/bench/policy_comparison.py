@@ -63,13 +63,6 @@ class PolicyComparison:
         have_run = {*self.failures, *(found.policy for found in self.scores)}
         return tuple(policy for policy in self.policies if policy not in have_run)
 
-    def know(self, content: Mapping[str, Any]) -> None:
-        """Add the runs of an earlier comparison of this workload. Raises ValueError for other content."""
-        found = scores_of(content)
-        self.scores += found
-        self.policies = tuple(dict.fromkeys([*(each.policy for each in found), *self.policies]))
-        self.notes += content.get("notes", [])
-
     def add(self, run: PolicyRun) -> None:
         if run.error is not None:
             self.failures[run.policy] = run.error
@@ -106,14 +99,6 @@ class PolicyComparison:
             "not_run": self.not_run,
         }
         return json.dumps(content, indent=1) + "\n"
-
-
-def scores_of(content: Mapping[str, Any]) -> list[Score]:
-    """The scores in a compare.json. Raises ValueError for other content."""
-    try:
-        return [Score(**run) for run in content["runs"]]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no runs of a comparison: {error}") from None
 
 
 def _cells(found: Score, baseline: Score | None) -> list[str]:
@@ -162,10 +147,6 @@ def _starved(run: PolicyRun) -> list[str]:
     return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}"]
 
 
-MAX_KEPT = 1000
-"""Larger runs store no jobs: 100,000 of them would take 30 MB per policy."""
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
     policy: str
@@ -185,8 +166,6 @@ class Score:
     """Share of jobs in time with slack, by tag."""
     replaced_by: str | None = None
     """The policy that finished the run after this one failed too often."""
-    jobs: Sequence[Mapping[str, Any]] = ()
-    """In the order of their ends; empty with more than MAX_KEPT jobs, or in older files."""
 
     @property
     def name(self) -> str:
@@ -218,7 +197,6 @@ def score(
         makespan_s=summary.makespan_s,
         by_class={tag: met.fraction for tag, met in with_slack.deadlines_by_tag.items() if tag},
         replaced_by=replaced_by,
-        jobs=list(map(_job, outcomes)) if len(outcomes) <= MAX_KEPT else [],
     )
 
 
@@ -232,14 +210,3 @@ def summary_of(outcomes: Sequence[JobOutcome]) -> Summary:
 def _allowed(outcome: JobOutcome, slack_s: float) -> JobOutcome:
     due_s = outcome.deadline_s
     return outcome if due_s is None else replace(outcome, deadline_s=due_s + slack_s)
-
-
-def _job(outcome: JobOutcome) -> dict[str, Any]:
-    names = ("status", "arrival_s", "started_s", "ended_s", "busy_s", "layouts")
-    return {
-        "id": outcome.info.job_id,
-        "tag": outcome.info.spec.tag,
-        **{name: getattr(outcome, name) for name in names},
-        "due_s": outcome.deadline_s,
-        "num_reused": outcome.num_approximate,
-    }

@@ -98,7 +98,7 @@ StandAlone = Mapping[int, Mapping[str, float]]
 def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
     mix, rng = mix_of(model, steps=steps), random.Random(0)
     return tuple(
-        replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
+        replace(spec_of(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
         for cls in mix.classes
         for number in range(copies)
     )
@@ -202,7 +202,7 @@ def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOp
     arrivals = itertools.islice(endless, options.num_jobs)
     jobs = []
     for number, (arrival_s, cls) in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]), start=1):
-        spec = _spec(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
+        spec = spec_of(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
         deadline_s = cls.alpha * times[options.deadlines_from][cls.tag]
         jobs.append(
             replace(
@@ -231,7 +231,7 @@ def _with_some_deadlines(
     )
 
 
-def _spec(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) -> JobSpec:
+def spec_of(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) -> JobSpec:
     return JobSpec(
         id=job_id,
         prompt=f"{rng.choice(SUBJECTS)} {rng.choice(SETTINGS)}",

@@ -1,13 +1,11 @@
 import json
 import signal
-from dataclasses import replace
 
 import pytest
 from builders import make_job
 
-from benchmarks.beside import fidelity_table, surprises
 from gfgen.bench.paper.bounds import least_makespan_s
-from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, score, scores_of
+from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.bench.commands import figures
 from gfgen.cli.main import main
@@ -127,8 +125,6 @@ def test_a_policy_runs_with_reused_steps_beside_without(tmp_path, capsys):
     assert end.value.code == 0
     assert "auto,reuse=0.4: 40.0% of the steps were reused" in capsys.readouterr().out
     full, with_reuse = json.loads((tmp_path / "compare.json").read_text())["runs"][1:]
-    assert {job["num_reused"] for job in full["jobs"]} == {0}
-    assert {job["num_reused"] for job in with_reuse["jobs"]} == {10}
     assert with_reuse["mean_s"] < full["mean_s"]
 
 
@@ -238,104 +234,3 @@ def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
     assert [run["policy"] for run in found["runs"]] == ["legacy", "fcfs"]
     assert found["not_run"] == ["srtf"]
     assert "interrupted; not run: srtf" in (tmp_path / "compare.md").read_text()
-
-
-def test_runs_of_an_earlier_comparison_are_kept_beside_new_ones_and_not_repeated(tmp_path, capsys):
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-    before = compare_simulated(first, "--policy", "srtf")
-    earlier = ["--with", str(first / "compare.json")]
-    capsys.readouterr()
-    found = compare_simulated(second, "--policy", "auto", *earlier)
-    assert [run["policy"] for run in found["runs"]] == ["legacy", "srtf", "auto"]
-    assert found["runs"][:2] == before["runs"]
-    assert "srtf: done" not in capsys.readouterr().out
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "compare", "--simulate", "--load", "0.5", *earlier, "-o", str(second)])
-    assert end.value.code == 2
-    assert "workload is 'short, wan2.2-ti2v-5b, load 0.9" in capsys.readouterr().err
-
-
-def test_a_simulation_stands_beside_the_run_that_it_predicts():
-    legacy, srtf = comparison_of(
-        PolicyRun("legacy", [outcome("a", ended_s=4.0)]), PolicyRun("srtf", [outcome("a", ended_s=4.0)])
-    ).scores
-    ran = [replace(legacy, attainment=0.9, makespan_s=1e6), srtf]
-    *_, first, second = fidelity_table([legacy, srtf], ran)
-    assert first.startswith("| legacy |")
-    assert "| +10.0 |" in first
-    assert first.endswith("| **no** |")
-    assert second.endswith("| +0.0% | yes |")
-
-
-def test_a_file_of_something_else_is_no_comparison(tmp_path, capsys):
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "compare", "--simulate", "--with", str(tmp_path / "list.json"), "-o", str(tmp_path)])
-    assert end.value.code == 2
-    message = f"--with {tmp_path}/list.json: this is not a compare.json; it has no object"
-    assert message in capsys.readouterr().err
-
-
-def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
-    simulated = comparison_of(
-        PolicyRun("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])
-    ).scores
-    ran = comparison_of(PolicyRun("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
-    kept = scores_of(json.loads(ran.as_json({})))
-    assert [job["id"] for job in kept[0].jobs] == ["a", "b"]
-    assert list(surprises(simulated, kept)) == [
-        "auto, in time in one of the two alone: a 500 ms late (simulated 250 ms early)"
-    ]
-    failed = comparison_of(PolicyRun("auto", [outcome("a", ended_s=1.0, status="failed")])).scores
-    assert next(surprises(simulated, failed)).endswith("a failed (simulated 250 ms early)")
-    without = [replace(found, jobs=()) for found in kept]  # of a file of before they were kept
-    assert list(surprises(simulated, without)) == []
-
-
-def test_of_very_many_jobs_the_file_has_the_numbers_alone():
-    assert len(score("p", [outcome("a", ended_s=4.0)] * 1000, slack_s=0).jobs) == 1000
-    assert score("p", [outcome("a", ended_s=4.0)] * 1001, slack_s=0).jobs == []
-
-
-def test_every_class_has_its_own_share():
-    tagged = [outcome(job_id, ended_s=ended_s) for job_id, ended_s in (("a", 4.0), ("b", 12.0), ("c", 4.0))]
-    for each, tag in zip(tagged, "LSS", strict=True):
-        info = replace(each.info, spec=replace(each.info.spec, tag=tag))
-        object.__setattr__(each, "info", info)
-    comparison = comparison_of(PolicyRun("legacy", tagged))
-    assert comparison.scores[0].by_class == {"L": 1.0, "S": 0.5}
-    assert "| S 50%, L 100% |" in comparison.table()[-1]
-
-
-def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
-    path = tmp_path / "bursts.jsonl"
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "workload", "foreground-burst", "--jobs", "9", "--seed", "5", "-o", str(path)])
-    assert end.value.code == 0
-    lines = path.read_text().splitlines()
-    assert lines[0] == (
-        "# foreground-burst, wan2.2-ti2v-5b, load 0.9 of 4 ranks, seed 5, gfgen bench workload"
-    )
-    assert len(lines) == 10
-    assert f"gfgen run {path}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare", "--profile", "x.json"], "--profile x.json: No such file"),
-        (["compare", "--simulate", "--outside", "diffusers"], "diffusers: cannot be simulated, because it"),
-        (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is not an option of diffusers"),
-        (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
-        (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),
-        (["workload", "overnight", "--minutes", "3"], "--minutes"),
-        (["workload", "short", "--ranks", "8"], "knows 1 to 4 ranks"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["bench", *arguments])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

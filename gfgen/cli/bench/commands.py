@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from gfgen.bench.workloads import (
 )
 from gfgen.cli import options as opt
 from gfgen.cli.bench.paper import paper
-from gfgen.cli.bench.runs import on_workers, predicted, simulated
+from gfgen.cli.bench.runs import kinds_of, on_workers, predicted, simulated, traced
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.session.ranks import Ranks
@@ -137,28 +138,61 @@ class Workload:
 
 
 @bench.command()
-@click.argument("name", type=click.Choice(WORKLOADS))
+@click.argument("name", type=click.Choice(WORKLOADS), required=False)
 @click.option(
-    "--model", default=SIMULATED_MODEL, show_default=True, help="Model whose job classes S, M and L are used."
+    "--model",
+    default=SIMULATED_MODEL,
+    show_default=True,
+    help="Model whose job classes S, M and L are used, or several joined by '+', whose jobs are mixed.",
+)
+@click.option(
+    "--arrivals",
+    type=opt.NamedPath(exists=True, dir_okay=False),
+    help="Instead of NAME: a public trace of requests (docs/policies.md).",
+)
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    metavar="KIND=MODEL[,WxH[xF]][,slack=X]",
+    help="What requests of this kind in the trace stand for; * are all others. Repeatable.",
 )
 @click.option("--ranks", type=opt.RANKS, default=SIMULATED_RANKS, show_default=True, help="Number of ranks.")
 @click.option("--minutes", type=opt.FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
 @click.option("--output", "-o", type=opt.NamedPath(dir_okay=False), help="File to write. [standard output]")
 @opt.takes(given=Workload)
 def workload(
-    *, name: Name, model: str, ranks: int, minutes: float | None, output: Path | None, given: Workload
+    *,
+    name: Name | None,
+    model: str,
+    arrivals: Path | None,
+    maps: tuple[str, ...],
+    ranks: int,
+    minutes: float | None,
+    output: Path | None,
+    given: Workload,
 ) -> None:
     """Write a job file with arrivals and deadlines: mixed jobs, bursts, a stream or a nightly batch."""
     if minutes is not None and (given.num_jobs is not None or name == "overnight"):
         raise InputError(
             "--minutes: not possible with --jobs, or with overnight, whose jobs all arrive at once"
         )
-    num_jobs = SIMULATED_JOBS if minutes is None else 100_000
+    num_jobs = SIMULATED_JOBS if minutes is None and arrivals is None else 100_000
     options = given.options(num_jobs=num_jobs, num_ranks=ranks, minutes=minutes)
-    jobs = predicted(name, model, options, given.profile_path).specs
+    if (name is None) == (arrivals is None):
+        raise click.UsageError(f"give one of {', '.join(WORKLOADS)}, or --arrivals with --map")
+    if name is not None:
+        jobs: Sequence[JobSpec] = predicted(name, model, options, given.profile_path).specs
+        about = f"{name}, {model}, load {given.load:g} of {counted(ranks, 'rank')}, seed {given.seed}"
+    else:
+        assert arrivals is not None
+        jobs, unmapped = traced(arrivals, maps, options, given.profile_path)
+        about = f"{arrivals.name}, {' '.join(maps)}"
+        if unmapped:
+            left_out = counted(unmapped.total(), "request")
+            click.echo(f"left out, since no --map names them: {left_out}: {kinds_of(unmapped)}", err=True)
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
-    on = f"{given.load:g} of {counted(ranks, 'rank')}, seed {given.seed}"
-    about = f"# {name}, {model}, load {on}, gfgen bench workload\n"
+    about = f"# {about}, gfgen bench workload\n"
     if output is None:
         click.echo(about + text, nl=False)
         return
@@ -186,12 +220,6 @@ class Arguments:
         "Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
         multiple=True,
         metavar=NAME,
-    )
-    earlier: tuple[Path, ...] = opt.option(
-        "A compare.json of the same workload, whose runs are included and not repeated.",
-        "--with",
-        multiple=True,
-        type=opt.NamedPath(exists=True, dir_okay=False),
     )
     is_simulated: bool = opt.flag("Simulate with a profile.", "--simulate")
     slack: float | None = opt.option(
@@ -255,19 +283,16 @@ def compare(given: Arguments) -> int:
     }
     slack_s = mix.slack_s if given.slack is None else given.slack
     comparison = PolicyComparison(tuple(texts), baseline=given.against, slack_s=slack_s)
-    for path in given.earlier:
-        _take_in(path, comparison, conditions)
-    todo = comparison.not_run
-    if ranked is None and any(map(is_stock, todo)):
+    if ranked is None and any(map(is_stock, texts)):
         raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
     known = None
     if ranked is None or asked.profile_path:
         known = predicted(name, model, options, asked.profile_path)
     if ranked is None:
         assert known is not None
-        runs = simulated(todo, known, num_ranks=options.num_ranks)
+        runs = simulated(texts, known, num_ranks=options.num_ranks)
     else:
-        runs = on_workers(todo, name, model, options, output, ranked, known)
+        runs = on_workers(texts, name, model, options, output, ranked, known)
     click.echo(f"{conditions['workload']}, {conditions['where']}")
     try:
         for run in runs:
@@ -290,24 +315,6 @@ def _check_policies(texts: Sequence[str], ranked: Ranks | None, model: str, *, s
         else:
             _, varied = load_compared(text)
             jobs_with(calibration_jobs(model, steps=steps), varied, weightless_model(model))
-
-
-def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
-    """Include earlier runs of this workload on these ranks. Raises InputError that names the difference."""
-    try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("this is not a compare.json; it has no object")
-        for key in ("workload", "where", "options", "profile", "deadlines_from"):
-            if content[key] != conditions[key]:
-                raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
-        if conditions["profile"] is None and not content["simulated"]:
-            raise ValueError("its arrivals follow from measured times, so they differ; give --profile")
-        comparison.know(content)
-    except KeyError as error:
-        raise InputError(f"--with {path}: this is not a compare.json; it lacks {error}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"--with {path}: {error}") from None
 
 
 def _interrupted(

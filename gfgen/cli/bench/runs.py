@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,11 +17,13 @@ import click
 from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.stock import is_stock, run_stock, stock_options
 from gfgen.bench.stock_worker import StockRanks
+from gfgen.bench.traces import parse_map, read_trace
 from gfgen.bench.workloads import (
     Name,
     StandAlone,
     WorkloadOptions,
     admitted,
+    alone_s,
     calibration_jobs,
     jobs_with,
     load_compared,
@@ -31,16 +34,18 @@ from gfgen.bench.workloads import (
 )
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.cli.shown.progress import FailureProgress
-from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.errors import InputError, InterruptedRunError, WorkerError
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.admission import ResolvedModel
+from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
+from gfgen.system.wording import first_of
 
 WARM_UP_STEPS = 3
 """Later steps launch nothing else."""
@@ -59,6 +64,31 @@ def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | Non
     jobs = [job for each in models for job in admitted(calibration_jobs(each), weightless_model(each))]
     profile = choose_profile(path, jobs, num_ranks=most)
     return Predicted(workload_of(name, model, profile, options), weightless_model(models[0]), profile)
+
+
+def traced(
+    path: Path, maps: Sequence[str], options: WorkloadOptions, profile_path: Path | None
+) -> tuple[Sequence[JobSpec], Counter[str]]:
+    """The jobs of a public trace, with deadlines by the profile, and the requests that are not mapped."""
+    trace = read_trace(path, dict(map(parse_map, maps)), steps=options.steps)
+    until_s = math.inf if options.minutes is None else 60 * options.minutes
+    specs = [spec for spec in trace.jobs if spec.arrival_s <= until_s][: options.num_jobs]
+    if not specs:
+        raise InputError(f"--arrivals {path}: no request is mapped; there are {kinds_of(trace.unmapped)}")
+    jobs, problems = admit(specs, default_model="", find_model=weightless_model)
+    if problems:
+        raise InputError(f"--arrivals {path}: {problems[0]}")
+    if trace.slacks:
+        costs = CostModel(choose_profile(profile_path, jobs, num_ranks=options.deadlines_from))
+        for place, job in enumerate(jobs):
+            if (slack := trace.slacks.get(job.spec.tag or "")) is not None:
+                due_s = slack * alone_s(job, costs, degree=options.deadlines_from)
+                specs[place] = replace(specs[place], deadline_s=round(due_s, 3))
+    return specs, trace.unmapped
+
+
+def kinds_of(kinds: Counter[str]) -> str:
+    return ", ".join(first_of([f"{kind} ({number})" for kind, number in kinds.most_common()], "kind"))
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
