@@ -344,9 +344,11 @@ def test_options_of_the_other_commands():
     own = ["--device", "--minutes", "--output", "--random-weights", "--ranks", "-o"]
     assert options_of(subcommand("models", "prove")) == own
     assert options_of(subcommand("bench", "workload")) == [
+        "--arrivals",
         "--deadlines-from",
         "--jobs",
         "--load",
+        "--map",
         "--minutes",
         "--model",
         "--output",
@@ -359,6 +361,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("bench", "paper")) == [
         "--check",
+        "--deadlines-from",
         "--device",
         "--figure",
         "--gpus",
@@ -369,6 +372,7 @@ def test_options_of_the_other_commands():
         "--model",
         "--no-graphs",
         "--output",
+        "--policy",
         "--profile",
         "--random-weights",
         "--ranks",
@@ -404,7 +408,6 @@ def test_options_of_the_other_commands():
         "--timeout",
         "--transport",
         "--vae-dtype",
-        "--with",
         "--workload",
         "-o",
     ]

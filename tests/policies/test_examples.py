@@ -22,11 +22,10 @@ def ran(policy: str, *, num_ranks: int = 4) -> Simulated:
         num_jobs=24,
         steps=4,
         seed=1,
-        policy=policy,
+        policy=f"{FOLDER}/{policy}",
     )
     jobs = admitted_of(cell, H200, num_ranks=num_ranks)
-    named = load_policy(f"{FOLDER}/{policy}")
-    return simulate(jobs, policy=named, num_ranks=num_ranks, profile=H200)
+    return simulate(jobs, policy=load_policy(cell.policy), num_ranks=num_ranks, profile=H200)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
