@@ -3,7 +3,7 @@
     python -m benchmarks.cluster_simulated --jobs 10000 --nodes 1,2,4,8,16
 
 Nodes have 8 ranks with the shipped profile of the H200, which knows 1 and 2 ranks of a job; times of more are
-extrapolated. A perfect split is `least_makespan_s`: the least work of all jobs, divided by all ranks.
+extrapolated. A perfect split is the time of all jobs on one rank, divided by all ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unittest import mock
 
 import click
 
-from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.workloads import (
     Name,
     StandAlone,
     WorkloadOptions,
     admitted,
+    alone_s,
     make_workload,
     stand_alone,
     weightless_model,
@@ -33,7 +33,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
-from gfgen.runtime.simulate.simulation import Simulated, profiled_times, simulate
+from gfgen.runtime.simulate.simulation import Simulated, simulate
 from gfgen.system.machine import cpu_name
 
 MODEL, NUM_RANKS = "qwen-image", 8
@@ -75,8 +75,8 @@ class Study:
         return simulate(jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=self.profile)
 
     def perfect_s(self, jobs: Sequence[AdmittedJob], num_ranks: int) -> float:
-        times = profiled_times(self.profile, jobs, num_ranks=NUM_RANKS)
-        return least_makespan_s(jobs, times, num_ranks=num_ranks, max_degree=2)
+        costs = CostModel(self.profile)
+        return sum(alone_s(job, costs, degree=1) for job in jobs) / num_ranks
 
 
 def _timed(owner: Any, name: str, total_s: list[float]) -> Any:

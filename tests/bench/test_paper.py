@@ -88,13 +88,13 @@ def test_the_grid_says_where_auto_is_behind(run: PolicyRun) -> None:
 
 def test_a_page_says_what_was_run_what_was_not_and_goes_on(tmp_path: Path) -> None:
     words = ("--simulate", "--seeds", "1", "--jobs", "6", "--steps", "2", "--model", "qwen-image")
-    names = ("3a", "3b", "6", "7", "11", "night", "table1")
+    names = ("3a", "3b", "6", "7", "11", "table1")
     words = (*words, "-o", str(tmp_path), *(word for name in names for word in ("--figure", name)))
     first = paper(*words)
     assert first.exception is None, first.output
     cells = sorted((tmp_path / "cells").rglob("*.json"))
     times = [path.stat().st_mtime_ns for path in cells]
-    assert len(cells) == 2 * 6 + 1 + 7  # Figures 6, 11 and the night.
+    assert len(cells) == 2 * 6 + 1  # Figures 6 and 11.
     page = (tmp_path / "paper.md").read_text()
     for text in ("## Figure 6", "| auto |", "Not run here: `gfgen bench gfc >", "| not run |"):
         assert text in page

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from gfgen.bench.paper.bounds import least_makespan_s
 from gfgen.bench.paper.cells import Cell, Results, admitted_of
 from gfgen.bench.policy_comparison import Score
 from gfgen.bench.workloads import Name, admitted, calibration_jobs, mix_of, models_of, weightless_model
 from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.simulation import profiled_times
+from gfgen.system.wording import counted
 
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst")
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
@@ -195,8 +194,13 @@ def _winners(grid: Grid, cells: Results) -> Iterator[Table]:
         known = {name: statistics.mean(each) for name, each in found.items() if each and name != AUTO}
         best = max(known, key=lambda name: known[name]) if known else NONE
         shares = [f"{statistics.mean(each):.0%}" if each else NONE for each in found.values()]
-        rows.append([f"{model}, {workload}, load {load:g}", *shares, best])
-    yield Table("Jobs in time for the client", ("workload", *names, "best but auto"), rows)
+        pairs = zip(found[AUTO], found.get(best, ()), strict=False)  # by seed
+        gains = words([own - other for own, other in pairs], "{:+.1f}", 100)
+        rows.append([f"{model}, {workload}, load {load:g}", *shares, best, gains])
+    head = ("workload", *names, "best but auto", "auto less that one, points")
+    yield Table(
+        f"Jobs in time for the client, deadlines from {counted(grid.deadlines_from, 'rank')}", head, rows
+    )
 
 
 def _main(grid: Grid) -> tuple[Cell, ...]:
@@ -363,42 +367,6 @@ def fidelity(grid: Grid, simulated: Results, run: Results) -> Iterator[Table]:
         yield Table(title, (*head, "difference", "seeds that ran"), rows)
 
 
-# The night ------------------------------------------------------------------------------------
-
-
-def _night(grid: Grid) -> tuple[Cell, ...]:
-    """A file of jobs that are all there at the start, a fifth with deadlines."""
-    policies = [*grid.policies.values(), "makespan"]
-    own = {"seeds": min(grid.seeds, 2), "num_jobs": 2 * grid.num_jobs, "minutes": None}
-    return grid.cells(grid.models, ["overnight"], [1.0], policies, **own)
-
-
-def _nights(grid: Grid, cells: Results) -> Iterator[Table]:
-    names = {policy: name for name, policy in grid.policies.items()}
-    for model in grid.models:
-        todo = [cell for cell in _night(grid) if cell.model == model]
-        bounds_s = {cell.seed: _bound_s(grid, cell) for cell in todo if cell.policy == AUTO}
-        rows = []
-        for like in (cell for cell in todo if cell.seed == 1):
-            taken_s = cells.values(like, lambda found: found.makespan_s)
-            over = [
-                found.score.makespan_s / bounds_s[cell.seed] - 1
-                for cell, found in cells.cells.items()
-                if found.score is not None and replace(cell, seed=1) == like
-            ]
-            due = cells.values(like, _bare)
-            name = names.get(like.policy, like.policy)
-            rows.append([name, words(taken_s), words(over, "{:+.1f}", 100), words(due, "{:.0f}", 100)])
-        head = ("policy", "makespan, s", "over the bound, %", "deadlines met, %")
-        yield Table(f"{model}, {todo[0].num_jobs} jobs", head, rows)
-
-
-def _bound_s(grid: Grid, cell: Cell) -> float:
-    jobs = admitted_of(cell, grid.profile, num_ranks=grid.num_ranks)
-    times = profiled_times(grid.profile, jobs, num_ranks=grid.num_ranks)
-    return least_makespan_s(jobs, times, num_ranks=grid.num_ranks)
-
-
 # The grid -------------------------------------------------------------------------------------
 
 
@@ -467,6 +435,5 @@ FIGURES = {
     "9": Figure("Figure 9", "Collectives beside NCCL's", elsewhere="gfgen bench gfc"),
     "10": Figure("Figure 10", "Deadlines met against load", _rates, _curves),
     "11": Figure("Figure 11", "The same trace, simulated and run", _replayed),
-    "night": Figure("The night", "All jobs at once: time to the last file", _night, _nights),
     "grid": Figure("Grid", "`auto` against the best policy at each point", grid_cells, grid_table),
 }  # fmt: skip
