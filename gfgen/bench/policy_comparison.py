@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gfgen.bench.workloads import load_compared
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.decider import FALLBACK
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.wording import counted, first_of, in_words
 
 REPLICAS = "legacy,degree=1"
@@ -43,6 +47,15 @@ def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]
     except (StalledError, PolicyFault) as error:
         return PolicyRun(policy, error=str(error))
     return PolicyRun(policy, outcomes, summary.policy_fault)
+
+
+def simulated_run(text: str, jobs: Sequence[AdmittedJob], profile: Profile, *, num_ranks: int) -> PolicyRun:
+    def run() -> tuple[Sequence[JobOutcome], Summary]:
+        policy, _ = load_compared(text)
+        found = simulate(jobs, policy=policy, num_ranks=num_ranks, profile=profile)
+        return found.outcomes, found.summary
+
+    return attempt(text, run)
 
 
 @dataclass(slots=True)

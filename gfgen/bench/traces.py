@@ -52,16 +52,6 @@ class Mapped:
     """The deadline is so many times the time of a job alone; None: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    jobs: tuple[JobSpec, ...]
-    """By arrival, the first one at 0."""
-    slacks: Mapping[str, float]
-    """By tag, which is the kind of its request."""
-    unmapped: Counter[str]
-    """Requests that stand for nothing, by kind."""
-
-
 def parse_map(text: str) -> tuple[str, Mapped]:
     """`KIND=MODEL[,WxH[xF]][,slack=X]`. Raises: InputError."""
     found = MAPPED.fullmatch(text)
@@ -74,13 +64,17 @@ def parse_map(text: str) -> tuple[str, Mapped]:
     return found["kind"], Mapped(found["model"], size, float(found["slack"]) if found["slack"] else None)
 
 
-def read_trace(path: Path, mapped: Mapping[str, Mapped], *, steps: int | None = None) -> Trace:
-    """The jobs of the mapped requests. Raises: InputError for a file of another format."""
+def read_trace(
+    path: Path, mapped: Mapping[str, Mapped], *, steps: int | None = None
+) -> tuple[list[tuple[JobSpec, float | None]], Counter[str]]:
+    """By arrival, from 0 on, a job for each mapped request, tagged by its kind, with its slack; and the
+    kinds of the others. Raises: InputError for a file of another format.
+    """
     rows = _rows(path)
     kind_in, time_in = next((each for each in KINDS.items() if {*each} <= rows[0].keys()), ("", ""))
     if not kind_in:
         raise InputError(f"--arrivals {path}: its requests have none of {', '.join(KINDS)} with their time")
-    jobs, unmapped, rng = list[JobSpec](), Counter[str](), random.Random(0)
+    jobs, unmapped, rng = list[tuple[JobSpec, float | None]](), Counter[str](), random.Random(0)
     for number, row in enumerate(rows, start=1):
         kind = str(row.get(kind_in))
         if (found := mapped.get(kind, mapped.get(REST))) is None:
@@ -100,13 +94,12 @@ def read_trace(path: Path, mapped: Mapping[str, Mapped], *, steps: int | None = 
         mix = mix_of(found.model, steps=own_steps)
         for copy in range(copies):
             spec = spec_of(f"{number:05d}-{copy}", cls, mix, found.model, rng)
-            jobs.append(replace(spec, arrival_s=arrival_s, seed=number))
-    begin_s = min((job.arrival_s for job in jobs), default=0.0)
-    jobs = [replace(job, arrival_s=round(job.arrival_s - begin_s, 3)) for job in jobs]
-    slacks = {kind: found.slack for kind, found in mapped.items() if found.slack is not None}
-    if REST in slacks:
-        slacks = {**{job.tag or "": slacks[REST] for job in jobs if job.tag not in mapped}, **slacks}
-    return Trace(tuple(sorted(jobs, key=lambda job: job.arrival_s)), slacks, unmapped)
+            jobs.append((replace(spec, arrival_s=arrival_s, seed=number), found.slack))
+    begin_s = min((job.arrival_s for job, _ in jobs), default=0.0)
+    jobs.sort(key=lambda each: each[0].arrival_s)
+    return [
+        (replace(job, arrival_s=round(job.arrival_s - begin_s, 3)), slack) for job, slack in jobs
+    ], unmapped
 
 
 def _rows(path: Path) -> Sequence[Mapping[str, Any]]:

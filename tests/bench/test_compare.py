@@ -223,7 +223,7 @@ def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
             raise KeyboardInterrupt
         return simulate(jobs, policy=policy, **options)
 
-    monkeypatch.setattr("gfgen.cli.bench.runs.simulate", simulate_until)
+    monkeypatch.setattr("gfgen.bench.policy_comparison.simulate", simulate_until)
     arguments = ["--simulate", "--policy", "fcfs", "--policy", "srtf", "--jobs", "9", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         main(["bench", "compare", *arguments])

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gfgen.bench.policy_comparison import PolicyRun, Score, score
+from gfgen.bench.policy_comparison import PolicyRun, Score, score, simulated_run
 from gfgen.bench.workloads import (
     Name,
     WorkloadOptions,
@@ -26,11 +26,10 @@ from gfgen.bench.workloads import (
     weightless_model,
     workload_of,
 )
-from gfgen.errors import InputError, PolicyFault, StalledError
+from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.linefile import write_whole
 from gfgen.system.machine import commit, versions
 
@@ -169,12 +168,9 @@ def simulated(
 def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
     jobs = admitted_of(cell, profile, num_ranks=num_ranks)
     try:
-        found = simulate(jobs, policy=load_compared(cell.policy)[0], num_ranks=num_ranks, profile=profile)
-    except (StalledError, PolicyFault) as error:
-        return PolicyRun(cell.policy, error=str(error))
+        return simulated_run(cell.policy, jobs, profile, num_ranks=num_ranks)
     finally:
         gc.collect()
-    return PolicyRun(cell.policy, found.outcomes, found.summary.policy_fault)
 
 
 def admitted_of(cell: Cell, profile: Profile, *, num_ranks: int) -> tuple[AdmittedJob, ...]:

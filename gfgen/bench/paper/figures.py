@@ -6,7 +6,6 @@ Source: GF-DiT (arXiv 2606.13501), Table 1, sections 5.4, 6.1 and Figures 3, 6 t
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
 from collections import Counter
@@ -215,14 +214,8 @@ def _scores(grid: Grid, cells: Results) -> Iterator[Table]:
 
 
 _SCORES = (
-    "policy",
-    "jobs a minute",
-    "mean latency, s",
-    "P95, s",
-    "in time, %",
-    "bare deadline, %",
-    "failed",
-)
+    "policy", "jobs a minute", "mean latency, s", "P95, s", "in time, %", "bare deadline, %", "failed"
+)  # fmt: skip
 
 
 def _score_row(name: str, cells: Results, like: Cell) -> list[str]:
@@ -330,40 +323,25 @@ def _replayed(grid: Grid) -> tuple[Cell, ...]:
 
 def fidelity(grid: Grid, simulated: Results, run: Results) -> Iterator[Table]:
     """Attainment and makespan of the same traces, simulated and run; means over the seeds that ran."""
-    cells = _replayed(grid)
     for workload in WORKLOADS:
-        likes = [cell for cell in cells if cell.workload == workload and cell.seed == 1]
+        cells = [cell for cell in _replayed(grid) if cell.workload == workload]
         rows = []
-        for like in likes:
-            both = [
-                (first, second)
-                for cell in cells
-                if replace(cell, seed=1) == like
-                and (first := simulated.score(cell)) is not None
-                and (second := run.score(cell)) is not None
-            ]
-            met, taken_s = (
-                [
-                    statistics.mean(value(pair[which]) for pair in both) if both else math.nan
-                    for which in (0, 1)
-                ]
-                for value in (_attainment, lambda found: found.makespan_s)
+        for like in (cell for cell in cells if cell.seed == 1):
+            alike = [cell for cell in cells if cell.policy == like.policy]
+            both = [(a, b) for cell in alike if (a := simulated.score(cell)) and (b := run.score(cell))]
+            if not both:
+                known = words(simulated.values(like, _attainment), "{:.1f}", 100)
+                rows.append([like.policy, known, "not run", *[NONE] * 4, "0"])
+                continue
+            met, ran_met = (100 * statistics.mean(map(_attainment, each)) for each in zip(*both, strict=True))
+            end_s, ran_s = (
+                statistics.mean(found.makespan_s for found in each) for each in zip(*both, strict=True)
             )
-            known = words(simulated.values(like, _attainment), "{:.1f}", 100)
-            rows.append(
-                [
-                    like.policy,
-                    *(f"{100 * each:.1f}" for each in met),
-                    f"{100 * (met[1] - met[0]):+.1f}",
-                    *(f"{each:.1f}" for each in taken_s),
-                    f"{taken_s[1] / taken_s[0] - 1:+.1%}",
-                    str(len(both)),
-                ]
-                if both
-                else [like.policy, known, "not run", *[NONE] * 4, "0"]
-            )
+            shares = [f"{met:.1f}", f"{ran_met:.1f}", f"{ran_met - met:+.1f}"]
+            ends = [f"{end_s:.1f}", f"{ran_s:.1f}", f"{ran_s / end_s - 1:+.1%}"]
+            rows.append([like.policy, *shares, *ends, str(len(both))])
         head = ("policy", "simulated, %", "run, %", "difference, points", "makespan simulated, s", "run, s")
-        title = f"{likes[0].model}, {workload}, load {grid.load:g}"
+        title = f"{grid.models[0]}, {workload}, load {grid.load:g}"
         yield Table(title, (*head, "difference", "seeds that ran"), rows)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from gfgen.bench.policy_comparison import PolicyRun, attempt
+from gfgen.bench.policy_comparison import PolicyRun, attempt, simulated_run
 from gfgen.bench.stock import is_stock, run_stock, stock_options
 from gfgen.bench.stock_worker import StockRanks
 from gfgen.bench.traces import parse_map, read_trace
@@ -42,7 +42,7 @@ from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.simulation import OutcomeRecorder, simulate
+from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
 from gfgen.system.wording import first_of
@@ -70,21 +70,23 @@ def traced(
     path: Path, maps: Sequence[str], options: WorkloadOptions, profile_path: Path | None
 ) -> tuple[Sequence[JobSpec], Counter[str]]:
     """The jobs of a public trace, with deadlines by the profile, and the requests that are not mapped."""
-    trace = read_trace(path, dict(map(parse_map, maps)), steps=options.steps)
+    found, unmapped = read_trace(path, dict(map(parse_map, maps)), steps=options.steps)
     until_s = math.inf if options.minutes is None else 60 * options.minutes
-    specs = [spec for spec in trace.jobs if spec.arrival_s <= until_s][: options.num_jobs]
-    if not specs:
-        raise InputError(f"--arrivals {path}: no request is mapped; there are {kinds_of(trace.unmapped)}")
+    found = [each for each in found if each[0].arrival_s <= until_s][: options.num_jobs]
+    if not found:
+        raise InputError(f"--arrivals {path}: no request is mapped; there are {kinds_of(unmapped)}")
+    specs = [spec for spec, _ in found]
     jobs, problems = admit(specs, default_model="", find_model=weightless_model)
     if problems:
         raise InputError(f"--arrivals {path}: {problems[0]}")
-    if trace.slacks:
+    if any(slack is not None for _, slack in found):
         costs = CostModel(choose_profile(profile_path, jobs, num_ranks=options.deadlines_from))
-        for place, job in enumerate(jobs):
-            if (slack := trace.slacks.get(job.spec.tag or "")) is not None:
-                due_s = slack * alone_s(job, costs, degree=options.deadlines_from)
-                specs[place] = replace(specs[place], deadline_s=round(due_s, 3))
-    return specs, trace.unmapped
+        alone = [alone_s(job, costs, degree=options.deadlines_from) for job in jobs]
+        specs = [
+            spec if slack is None else replace(spec, deadline_s=round(slack * taken_s, 3))
+            for (spec, slack), taken_s in zip(found, alone, strict=True)
+        ]
+    return specs, unmapped
 
 
 def kinds_of(kinds: Counter[str]) -> str:
@@ -92,14 +94,9 @@ def kinds_of(kinds: Counter[str]) -> str:
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
-    def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
-        policy, varied = load_compared(text)
-        jobs = jobs_with(workload.specs, varied, workload.model)
-        found = simulate(jobs, policy=policy, num_ranks=num_ranks, profile=workload.profile)
-        return found.outcomes, found.summary
-
     for text in texts:
-        yield attempt(text, partial(run, text))
+        jobs = jobs_with(workload.specs, load_compared(text)[1], workload.model)
+        yield simulated_run(text, jobs, workload.profile, num_ranks=num_ranks)
 
 
 @contextmanager
