@@ -231,6 +231,7 @@ batch_option = functools.partial(
 grace_option = functools.partial(
     option,
     "Time that running steps get to end by themselves when the run stops.",
+    "--grace",
     type=Duration(may_be_zero=True),
     default=f"{GRACE_S:g}s",
 )

@@ -21,14 +21,13 @@ from gfgen import log
 from gfgen.cli import options as opt
 from gfgen.cli.run_files import (
     ClusterOptions,
-    FileHook,
     RunOptions,
     StoreOptions,
     admit_jobs,
     check_watched,
     check_written,
+    options_of,
     resolved,
-    run_done_hook,
     session_of,
 )
 from gfgen.errors import (
@@ -42,7 +41,6 @@ from gfgen.errors import (
 )
 from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -52,15 +50,14 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import Claims, check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.publish.publisher import Publisher
 from gfgen.session.admission import with_time
-from gfgen.session.filters import Filter
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.outlet import drain, unblocked
 from gfgen.system.wording import MAX_NAMED, counted
 
 if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
+    from gfgen.runtime.publish.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class Arguments:
     skip_invalid: bool = opt.flag("Run the valid jobs of a file with errors; the exit code is 1.")
     lookahead: float = opt.lookahead_option(cls=opt.RunOnly)
     batch: int = opt.batch_option()
-    grace: float = opt.grace_option(cls=opt.RunOnly)
+    grace_s: float = opt.grace_option(cls=opt.RunOnly)
     max_step_time: float | None = opt.max_step_time_option(show_default="no bound")
     trace: Path | None = opt.option(
         "Write a timeline for Perfetto or 'gfgen plot'.", type=opt.NamedPath(), cls=opt.RunOnly
@@ -118,8 +115,9 @@ class Arguments:
     on_done: str | None = opt.option(
         "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=opt.RunOnly
     )
-    hook_timeout: float = opt.option(
+    hook_timeout_s: float = opt.option(
         "Kill a command of --on-file or --on-done, or a call of --keep-if, after this time.",
+        "--hook-timeout",
         type=opt.Duration(),
         default="60s",
         cls=opt.RunOnly,
@@ -164,7 +162,7 @@ def run(given: Arguments) -> int:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output)
     with cluster.connected(given, model=given.model, output_dir=output_dir) as found:
         job_file = job_file_name(first, output_dir)
-        options = _options_of(given, found, output_dir, job_file=job_file, publisher=publisher)
+        options = _options_of(given, found, output_dir, publisher, job_file)
         if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
@@ -208,46 +206,28 @@ def run(given: Arguments) -> int:
 
 
 def _options_of(
-    given: Arguments,
-    cluster: RayCluster | None,
-    output_dir: Path,
-    *,
-    job_file: str,
-    publisher: Publisher | None,
+    given: Arguments, cluster: RayCluster | None, output_dir: Path, publisher: Publisher | None, job_file: str
 ) -> RunOptions:
     hook = keep_if = None
+    if given.on_file is not None or given.keep_if is not None:
+        from gfgen.session.filters import FileHook, Filter
     if given.on_file is not None:
-        hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout)
+        hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout_s)
     if given.keep_if is not None:
-        about: dict[str, Any] = dict(
-            most_again=given.again, limit_s=given.hook_timeout, then=publisher or hook
-        )
-        keep_if = Filter(given.keep_if, output_dir, **about)
-    return RunOptions(
+        then, limit_s = publisher or hook, given.hook_timeout_s
+        keep_if = Filter(given.keep_if, output_dir, most_again=given.again, limit_s=limit_s, then=then)
+    return options_of(
+        RunOptions,
+        given,
+        cluster,
         output_dir=output_dir,
-        ranks=given.ranks.found() if cluster is None else cluster.ranks,
-        policy=load_policy(given.policy),
-        model=given.model,
-        skip_invalid=given.skip_invalid,
-        overwrite=given.overwrite,
-        failed=given.failed,
-        retries=given.retries,
-        force=given.force,
         job_file=job_file,
-        lookahead_s=given.lookahead / 1000,
-        batch=given.batch,
-        grace_s=given.grace,
-        trace=given.trace,
         on_file=hook,
         keep_if=keep_if,
         publisher=publisher,
-        on_done=given.on_done,
-        hook_timeout_s=given.hook_timeout,
         waits_for_space=given.watch is not None,
         closes_at=None if given.until is None else closing_at(given.until, now=time.time()),
         job_bounds=JobBounds(step_s=given.max_step_time),
-        logs=given.logs,
-        cluster=cluster,
     )
 
 
@@ -399,6 +379,8 @@ def _end_hooks(
     if options.on_file is not None:
         options.on_file.finish(is_stopped=status == "stopped")
     if options.on_done is not None:
+        from gfgen.session.filters import run_done_hook
+
         limit_s = options.hook_timeout_s
         run_done_hook(options.on_done, summary, options.output_dir, status=status, limit_s=limit_s)
 

@@ -19,7 +19,7 @@ from gfgen import log
 from gfgen.cli import options as opt
 from gfgen.cli.config import own_recipes
 from gfgen.cli.remote.server import is_loopback
-from gfgen.cli.run_files import ClusterOptions, session_of
+from gfgen.cli.run_files import ClusterOptions, options_of, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.errors import InputError, InterruptedRunError
@@ -173,7 +173,7 @@ class Arguments:
     policy: str = opt.policy_option()
     lookahead: float = opt.lookahead_option()
     batch: int = opt.batch_option()
-    grace: float = opt.grace_option()
+    grace_s: float = opt.grace_option()
     max_step_time: float = opt.max_step_time_option(default="10m", show_default="10m")
     bounds: JobBounds = opt.group(
         JobBounds,
@@ -221,16 +221,11 @@ def serve(given: Arguments) -> int:
     check_packages(SERVING)
     connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
     cluster = context.with_resource(connected)
-    options = ServeOptions(
+    options = options_of(
+        ServeOptions,
+        given,
+        cluster,
         output_dir=given.output,
-        cluster=cluster,
-        ranks=given.ranks.found() if cluster is None else cluster.ranks,
-        policy=load_policy(given.policy),
-        lookahead_s=given.lookahead / 1000,
-        batch=given.batch,
-        grace_s=given.grace,
-        host=given.host,
-        port=given.port,
         front=FrontSettings(
             output_dir=given.output.absolute(),
             api_key=given.api_key,

@@ -74,16 +74,19 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
             )
         fit = [each for each in known if each.knows(jobs)] or known
         profile = max(fit, key=lambda each: each.num_ranks)
-    else:
-        profile = _opened(path, jobs, num_ranks=nodes.num_ranks)
-    check_profile(profile, jobs, num_ranks=1)
-    return profile
+        check_profile(profile, jobs, num_ranks=1)
+        return profile
+    return choose_profile(path, jobs, num_ranks=nodes.num_ranks, least=1)
 
 
-def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
+def choose_profile(
+    path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int, least: int | None = None
+) -> Profile:
     """The profile in the file, this machine's, or a shipped one. Raises: InputError if none can predict."""
-    profile = _opened(path, jobs, num_ranks=num_ranks)
-    check_profile(profile, jobs, num_ranks=num_ranks)
+    known = _fitting(path, jobs)
+    found = first_fitting(known, jobs, num_ranks=num_ranks)
+    profile = found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
+    check_profile(profile, jobs, num_ranks=least or num_ranks)
     return profile
 
 
@@ -100,8 +103,8 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
     """The default of `gfgen run`, or fewer if no profile has as many."""
-    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    return (min(DEFAULT_RANKS, max(each.num_ranks for each in known or [open_profile(path)])),)
+    known = _fitting(path, jobs) or [open_profile(path)]
+    return (min(DEFAULT_RANKS, max(each.num_ranks for each in known)),)
 
 
 def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
@@ -150,11 +153,9 @@ def describe(profile: Profile) -> str:
     return f"the profile of {profile.device} ({profile.date})"
 
 
-def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, this machine's or a shipped one with the models and the most ranks needed."""
-    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    found = first_fitting(known, jobs, num_ranks=num_ranks)
-    return found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
+def _fitting(path: Path | None, jobs: Sequence[AdmittedJob]) -> list[Profile]:
+    """Without a file: this machine's profiles and shipped ones that have the models."""
+    return [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
 
 
 def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import defaultdict
@@ -96,8 +97,11 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
         raise InputError(f"cannot read the trace {path}: {reason}") from error
     try:
         loaded = json.loads(text)
-    except ValueError:
-        loaded = list(_complete_lines(text))
+    except ValueError:  # of a run that was killed, the complete lines
+        loaded = []
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                loaded.append(json.loads(line.rstrip(",")))
     if isinstance(loaded, dict):
         loaded = loaded.get("traceEvents")
     found = loaded if isinstance(loaded, list) else []
@@ -105,14 +109,6 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
     if not entries and text.strip() not in ("", "[", "[]"):
         raise InputError(f"{path}: not a trace; expected a file that gfgen run --trace wrote")
     return entries
-
-
-def _complete_lines(text: str) -> Iterator[Any]:
-    for line in text.splitlines():
-        try:
-            yield json.loads(line.rstrip(","))
-        except ValueError:
-            continue
 
 
 def _block(entry: TraceEvent) -> Block:
@@ -153,7 +149,9 @@ def merged(blocks: Iterable[Block]) -> Iterator[Block]:
     """Join consecutive blocks of a job on the same lanes, with the longest one's stage, for a label."""
     runs: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):
-        if runs and _continues(runs[-1][-1], block):
+        before = runs[-1][-1] if runs else None
+        is_same = before is not None and (before.job_id, before.lanes) == (block.job_id, block.lanes)
+        if before is not None and is_same and block.start_s - before.end_s < 0.2 * block.duration_s:
             runs[-1].append(block)
         else:
             runs.append([block])
@@ -172,8 +170,3 @@ def tasks_of_jobs(blocks: Iterable[Block]) -> dict[str, list[list[Block]]]:
 
 def lanes_of(parts: Sequence[Block]) -> list[tuple[int, int]]:
     return [part.lanes for part in parts]
-
-
-def _continues(before: Block, after: Block) -> bool:
-    is_same = before.job_id == after.job_id and before.lanes == after.lanes
-    return is_same and after.start_s - before.end_s < 0.2 * after.duration_s
