@@ -108,7 +108,7 @@ class JobReport:
         self.job_id, self.status = str(line["id"]), str(line.get("status"))
         self.busy_s, self.latency_s = (float(timings.get(each) or 0.0) for each in ("busy_s", "latency_s"))
         self.first_uses_s = float(timings.get("first_uses_s", 0.0))
-        times = timings.get("started_s"), timings.get("ended_s")
+        times: tuple[Any, Any] = timings.get("started_s"), timings.get("ended_s")
         self.started_at = ended_at if None in times else ended_at - float(times[1] - times[0])
         self.num_frames = int(shape.get("frames") or 1)
         self.files = [each["file"] for each in of_each_file(line) if each.get("file")]

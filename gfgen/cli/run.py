@@ -246,9 +246,8 @@ def run_jobs(
         todo = backlog.take()
     if not todo:
         if options.trace:
-            logger.warning(
-                "--trace has no effect, because no job is left to do; %s was not written", options.trace
-            )
+            why = "because no job is left to do"
+            logger.warning("--trace has no effect, %s; %s was not written", why, options.trace)
         return Summary(num_skipped=num_skipped)
     check_trace(options.trace)
     fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
@@ -295,17 +294,9 @@ def _wanted_again(session: Session, options: RunOptions, summary: Summary) -> Se
 
 def _joined(first: Summary, retried: Summary) -> Summary:
     """The summary of a run and of the jobs that it ran again; latencies are those of the first run."""
-    return replace(
-        first,
-        num_done=first.num_done + retried.num_done,
-        num_failed=first.num_failed + retried.num_failed,
-        num_unfinished=first.num_unfinished + retried.num_unfinished,
-        num_cancelled=first.num_cancelled + retried.num_cancelled,
-        num_tasks=first.num_tasks + retried.num_tasks,
-        makespan_s=first.makespan_s + retried.makespan_s,
-        failures=(*first.failures, *retried.failures)[:MAX_NAMED],
-        num_ranks=0,
-    )
+    added = ("num_done", "num_failed", "num_unfinished", "num_cancelled", "num_tasks", "makespan_s")
+    sums: dict[str, Any] = {name: getattr(first, name) + getattr(retried, name) for name in added}
+    return replace(first, **sums, failures=(*first.failures, *retried.failures)[:MAX_NAMED], num_ranks=0)
 
 
 def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary:
@@ -388,9 +379,8 @@ def _end_hooks(
 def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
     if watch is not None:
         return resolved(watch).name
-    if not jobs.jobs:
-        return "prompts"
-    return "stdin" if jobs.jobs[0] == "-" else Path(without_secrets(jobs.jobs[0])).stem
+    first = next(iter(jobs.jobs), "prompts")
+    return "stdin" if first == "-" else Path(without_secrets(first)).stem
 
 
 def _check_watching(given: Arguments) -> None:
@@ -404,12 +394,10 @@ def _check_watching(given: Arguments) -> None:
 
 def check_trace(trace: Path | None) -> None:
     """Raises InputError if the trace cannot be written, before models are loaded."""
-    if trace is None:
-        return
     try:
-        if trace.exists():
+        if trace is not None and trace.exists():
             trace.open("ab").close()
-        else:
+        elif trace is not None:
             try_to_write(trace.parent)
     except OSError as error:
         raise InputError(f"--trace {trace}: cannot write there ({error.strerror}); name another") from None
@@ -465,9 +453,8 @@ def _say(line: str) -> None:
 
 
 def _check(as_json: bool, **params: Any) -> int:
-    context = click.get_current_context()
-    found: int = context.invoke(run, dry_run=True, quiet=True, log_json=as_json, **params)
-    return found
+    given = {"dry_run": True, "quiet": True, "log_json": as_json, **params}
+    return int(click.get_current_context().invoke(run, **given))
 
 
 check = click.Command(

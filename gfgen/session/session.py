@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import InputError, ModelError, OutputError
@@ -136,10 +135,8 @@ class Session:
         self._lock = self._stack.enter_context(_held_folder(self.options.output_dir))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     @functools.cached_property
     def signals(self) -> SignalPipe:

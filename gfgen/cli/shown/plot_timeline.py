@@ -186,14 +186,8 @@ def _draw_label(axes: Axes, block: Block, scene: PlotData) -> None:
         return
     lightness, _ = STAGES.get(block.stage, (1.0, ""))
     background = shaded(scene.colours[block.job_id], lightness)
-    place: dict[str, Any] = {
-        "ha": "center",
-        "va": "center",
-        "zorder": 4,
-        "clip_on": True,
-        "parse_math": False,
-    }
-    place["bbox"] = {"facecolor": background, "edgecolor": "none", "pad": 1.0}
+    place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4, "parse_math": False}
+    place |= {"clip_on": True, "bbox": {"facecolor": background, "edgecolor": "none", "pad": 1.0}}
     colour, middle_s = "black" if luminance(background) > 0.3 else "white", (block.start_s + block.end_s) / 2
     axes.text(middle_s, block.middle, _cut_inside(block.job_id, fits), fontsize=size, color=colour, **place)
 
