@@ -194,12 +194,11 @@ def _given_job(text: str, geometry: Geometry) -> JobSpec:
         raise InputError(f"--job {text}: is not JSON ({error})") from None
     if not isinstance(said, dict):
         raise InputError(f"--job {text}: a JSON object is accepted")
-    small: dict[str, Any] = {"prompt": "a red cat", "steps": 4}
-    if geometry.kind == "video":
-        small["frames"] = 9
+    small: dict[str, Any] = {"id": "check", "prompt": "a red cat", "steps": 4}
+    small |= {"frames": 9} if geometry.kind == "video" else {}
     if not isinstance(geometry, PipelineGeometry) or "negative_prompt" in geometry.signature.arguments:
         small["negative_prompt"] = "blurry"
-    line = json.dumps({"id": "check", **small, **said}).encode()
+    line = json.dumps(small | said).encode()
     parsed = read_job_stream(io.BytesIO(line), source="--job", folder=Path())
     if parsed.problems:
         raise JobFileError("--job", parsed.problems)

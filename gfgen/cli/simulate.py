@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,15 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
             check_own(folder / MANIFEST_NAME)
             if _is_of_a_run(folder):
                 raise InputError(f"--output {folder}: contains files of a run; name another folder")
-        if output is not None:
-            _clear(output, held)
+        earlier = [] if output is None else [output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")]
+        for manifest in earlier:  # which must not be compared with this one
+            folder = manifest.parent
+            if read_manifest(manifest) and (folder in held or not _is_of_a_run(folder)):
+                with contextlib.nullcontext() if folder in held else hold_folder(folder):
+                    manifest.unlink()
+                    (folder / TRACE_NAME).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it contains other files, or is held
+                    folder.rmdir()
         yield
 
 
@@ -224,20 +231,6 @@ def _is_of_a_run(folder: Path) -> bool:
     if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
         return True
     return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
-
-
-def _clear(output: Path, held: Collection[Path]) -> None:
-    """Remove earlier simulations, which must not be compared with this one."""
-    for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
-        folder = manifest.parent
-        if not read_manifest(manifest) or (folder not in held and _is_of_a_run(folder)):
-            continue
-        with contextlib.nullcontext() if folder in held else hold_folder(folder):
-            manifest.unlink()
-            (folder / TRACE_NAME).unlink(missing_ok=True)
-        if folder not in held:
-            with contextlib.suppress(OSError):  # it contains other files
-                folder.rmdir()
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:

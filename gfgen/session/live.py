@@ -204,9 +204,7 @@ class LiveRun(Observer):
         return running
 
     def _rank_rows(self, snapshot: Snapshot, running: Mapping[str, RunningTask]) -> list[dict[str, Any]]:
-        tasks: dict[int, RunningTask] = {}
-        for each in running.values():
-            tasks = dict.fromkeys(each.layout.ranks, each) | tasks
+        tasks = {rank: each for each in reversed([*running.values()]) for rank in each.layout.ranks}
         living = {view.rank for view in snapshot.ranks}
         return [
             {

@@ -234,13 +234,9 @@ def cell_side(number: int) -> int:
 
 def draw_sheet(cells: Sequence[tuple[Image.Image, str, str]]) -> Image.Image:
     """Pictures in rows of cells as small as they are, each with the beginning of a text and a name below."""
-    from PIL import Image, ImageDraw, ImageFont, ImageOps
+    from PIL import Image, ImageDraw, ImageOps
 
-    try:
-        font: SheetFont = ImageFont.truetype(SHEET_FONT, FONT_SIZE)
-    except OSError:
-        font = ImageFont.load_default(FONT_SIZE)
-    columns, nearest = math.ceil(math.sqrt(len(cells))), Image.Resampling.NEAREST
+    font, columns, nearest = _sheet_font(), math.ceil(math.sqrt(len(cells))), Image.Resampling.NEAREST
     side = min(cell_side(len(cells)), max(SMALLEST_SIDE, *(max(each.size) for each, _, _ in cells)))
     cells = [
         (ImageOps.scale(each, max(1, side // max(each.size)), nearest), text, name)
@@ -259,6 +255,15 @@ def draw_sheet(cells: Sequence[tuple[Image.Image, str, str]]) -> Image.Image:
                 pen.text((left, low + LINE_HEIGHT * line_idx), line, fill="black", font=font)
         top += height
     return sheet
+
+
+def _sheet_font() -> SheetFont:
+    from PIL import ImageFont
+
+    try:
+        return ImageFont.truetype(SHEET_FONT, FONT_SIZE)
+    except OSError:
+        return ImageFont.load_default(FONT_SIZE)
 
 
 def _label(text: str, name: str, font: SheetFont, side: int) -> list[str]:

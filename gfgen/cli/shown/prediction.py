@@ -125,22 +125,18 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
     gpu = gpu_name()
     is_of_gpu = gpu is not None and is_named(profile.device, gpu)
     is_here = not is_shipped and (is_of_gpu or profile.device == cpu_name())
-    notes = [_basis(profile, jobs, is_here=is_here)]
+    models = {job.model_in(profile.models) for job in jobs}
+    found = {row.basis for row in profile.rows if row.model in models}
+    notes = ["scaled from another machine, not measured"]
+    if "measured" in found:
+        notes = ["measured here" if is_here else "measured on another machine"]
+    elif "runs" in found:
+        notes = ["measured by runs here" + (", the rest scaled" if "scaled" in found else "")]
     if "core" in profile.device:
         return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
     if not is_of_gpu:
         notes.append("this machine has no GPU" if gpu is None else f"this machine has {gpu}")
     return f"{num_ranks} x {profile.device} ({'; '.join(notes)})"
-
-
-def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
-    models = {job.model_in(profile.models) for job in jobs}
-    found = {row.basis for row in profile.rows if row.model in models}
-    if "measured" in found:
-        return "measured here" if is_here else "measured on another machine"
-    if "runs" in found:
-        return "measured by runs here" + (", the rest scaled" if "scaled" in found else "")
-    return "scaled from another machine, not measured"
 
 
 @cache

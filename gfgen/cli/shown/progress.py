@@ -59,50 +59,48 @@ class LineProgress(Observer):
         self._next_summary_s = SUMMARY_S
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._tell(
-            headline(self.view),
-            event="run_began",
-            jobs=self.view.num_jobs,
-            skipped=self.view.num_skipped,
-            ranks=num_ranks,
-            policy=policy,
-        )
+        counts = {"jobs": self.view.num_jobs, "skipped": self.view.num_skipped, "ranks": num_ranks}
+        self._tell(headline(self.view), event="run_began", **counts, policy=policy)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         if dispatch.task.job_id in self._started:
             return
         self._started.add(dispatch.task.job_id)
-        job_id, task, layout = dispatch.task.job_id, dispatch.task, dispatch.layout
-        what, event = f"started {job_id}", "job_started"
+        task, ranks = dispatch.task, dispatch.layout.ranks
+        what, event = f"started {task.job_id}", "job_started"
         if task.index > 0:
-            what, event = f"resumed {job_id} at {task}", "job_resumed"
-        where, node = ranks_text(layout), self.view.ranks[layout.ranks[0]].node
-        fields: dict[str, Any] = {} if node is None else {"node": node}
-        where += "" if node is None else f" of node {node}"
-        self._tell(
-            f"{what} on {where}", event=event, job=job_id, task=str(task), ranks=layout.ranks, **fields
-        )
+            what, event = f"resumed {task.job_id} at {task}", "job_resumed"
+        text, fields = f"{what} on {ranks_text(dispatch.layout)}", dict[str, Any]()
+        if (node := self.view.ranks[ranks[0]].node) is not None:
+            text, fields = f"{text} of node {node}", {"node": node}
+        self._tell(text, event=event, job=task.job_id, task=str(task), ranks=ranks, **fields)
 
     def ended(self, outcome: JobOutcome) -> None:
         self._started.discard(outcome.info.job_id)
         has_failed = outcome.status == "failed"
         if self._with_failures or not has_failed:
+            is_one = outcome.status == "done" and not outcome.files
+            known = {
+                "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
+                "met_deadline": outcome.met_deadline,
+                "file": outcome.info.file if is_one else None,
+                "files": outcome.file_names if outcome.files else None,
+                "error": outcome.error,
+            }
+            known = {name: value for name, value in known.items() if value is not None}
+            about = {"event": f"job_{outcome.status}", "job": outcome.info.job_id, **known}
             level = logging.ERROR if has_failed else logging.INFO
-            self._tell(outcome_line(outcome), level=level, **outcome_fields(outcome))
+            self._tell(outcome_line(outcome), level=level, **about)
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:
             return
         self._next_summary_s = snapshot.now_s + SUMMARY_S
-        predicted = forecast(snapshot, policy=self.view.policy)
-        self._tell(
-            progress_text(self.view, snapshot.now_s, predicted),
-            event="run_stands",
-            ended=num_ended(self.view),
-            failed=self.view.num_ended["failed"],
-            jobs=self.view.num_jobs,
-            left_s=None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1),
-        )
+        view, predicted = self.view, forecast(snapshot, policy=self.view.policy)
+        counts = {"ended": num_ended(view), "failed": view.num_ended["failed"], "jobs": view.num_jobs}
+        left_s = None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1)
+        text = progress_text(view, snapshot.now_s, predicted)
+        self._tell(text, event="run_stands", **counts, left_s=left_s)
 
     def _tell(self, line: str, *, level: int = logging.INFO, **fields: Any) -> None:
         logger.log(level, "%s", line, extra={**self._marks, **log.fields(**fields)})
@@ -199,19 +197,6 @@ def outcome_line(outcome: JobOutcome) -> str:
         return line
     margin = in_words(abs(outcome.deadline_s - outcome.ended_s))
     return f"{line}, {margin} before its deadline" if outcome.met_deadline else f"{line}, {margin} too late"
-
-
-def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
-    known = {
-        "event": f"job_{outcome.status}",
-        "job": outcome.info.job_id,
-        "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
-        "met_deadline": outcome.met_deadline,
-        "file": outcome.info.file if outcome.status == "done" and not outcome.files else None,
-        "files": outcome.file_names if outcome.files else None,
-        "error": outcome.error,
-    }
-    return {key: value for key, value in known.items() if value is not None}
 
 
 def ranks_text(layout: Layout) -> str:

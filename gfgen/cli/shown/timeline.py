@@ -73,8 +73,14 @@ def read_timeline(path: Path) -> Timeline:
             if phase == "X" and "stage" in entry["args"]:
                 blocks.append(_block(entry))
             elif phase in ("b", "e") and entry.get("cat") == "job":
-                job_id = entry["args"]["job"]
-                jobs[job_id] = _job(jobs.get(job_id, TracedJob(job_id)), entry)
+                args, time_s = entry["args"], entry["ts"] / 1e6
+                job = jobs.get(args["job"], TracedJob(args["job"]))
+                if phase == "b":
+                    new = {"prompt": args.get("prompt", ""), "arrival_s": time_s}
+                else:
+                    new = {"ended_s": time_s, "status": args["status"]}
+                    new |= {name: args.get(name) for name in ("deadline_s", "met_deadline")}
+                jobs[job.job_id] = replace(job, **new)
             elif phase == "i" and entry.get("name") == "run":
                 policy, num_ranks = entry["args"]["policy"], entry["args"]["num_ranks"]
                 is_simulated = entry["args"].get("simulated", False)
@@ -116,19 +122,6 @@ def _block(entry: TraceEvent) -> Block:
     lane = entry["tid"] % MAX_WRITERS if args["stage"] == WRITE else entry["tid"]
     end_us = start_us + entry["dur"]
     return Block(args["job"], args["stage"], (lane, lane), start_us / 1e6, end_us / 1e6, args.get("dispatch"))
-
-
-def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
-    args, time_s = entry["args"], entry["ts"] / 1e6
-    if entry["ph"] == "b":
-        return replace(job, prompt=args.get("prompt", ""), arrival_s=time_s)
-    return replace(
-        job,
-        ended_s=time_s,
-        status=args["status"],
-        deadline_s=args.get("deadline_s"),
-        met_deadline=args.get("met_deadline"),
-    )
 
 
 def joined(tasks: Iterable[Block]) -> Iterator[Block]:
