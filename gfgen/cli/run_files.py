@@ -228,14 +228,17 @@ class StoreOptions:
         """What puts files where they go; None if they stay in the folder. Raises: InputError; UsageError."""
         if isinstance(output, Path) and self.state is not None:
             raise click.UsageError("--state goes with -o s3://...")
-        if not (self.shards is None and isinstance(output, Path)) or output.exists():
-            from gfgen.runtime.publish.publisher import RECORD_NAME, Publisher  # which few runs need
         if self.shards is None and isinstance(output, Path):
             if given_in(self, "shard_size"):
                 raise click.UsageError("--shard-size goes with --shards, or with -o s3://...")
-            if output.exists() and (output / RECORD_NAME).exists():
-                raise InputError(f"--output {output}: is the folder of a run with --shards or a store")
+            if output.exists():
+                from gfgen.runtime.publish.publisher import RECORD_NAME  # which new folders do not need
+
+                if (output / RECORD_NAME).exists():
+                    raise InputError(f"--output {output}: is the folder of a run with --shards or a store")
             return None
+        from gfgen.runtime.publish.publisher import Publisher
+
         names = ("watch", "on_file", "force", "overwrite")
         if name := given_in(given, *names) or given_in(given.cluster, "ray"):
             raise click.UsageError(f"{name} goes with files in a folder; leave out --shards and s3://")

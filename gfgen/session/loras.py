@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gfgen.errors import InputError, ModelError, Problem, Warned
 from gfgen.job.images import LoraError, LoraFiles
@@ -15,15 +15,28 @@ from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weights import WHOLE, Placement
 from gfgen.models.lora.accounting import KEPT_FILES, LoraFits
 from gfgen.runtime.core.admission import AdmittedJob, Judged
+from gfgen.runtime.core.devices import Devices
 from gfgen.system.wording import counted, size_in_words
-
-if TYPE_CHECKING:
-    from gfgen.session.memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
 GPU_BYTES = 2
 """Of a parameter on GPUs and of its copy in main memory, in bf16."""
+
+
+class Room(Protocol):
+    """The memory of a run, which models, jobs and LoRAs share (memory.py)."""
+
+    devices: Devices
+
+    @property
+    def room_bytes(self) -> int | None: ...
+    def weights(self, checkpoints: Collection[Path]) -> Mapping[Path, int]: ...
+    def job_bytes(self, job: AdmittedJob) -> int: ...
+    def work_bytes(self, job: AdmittedJob) -> int: ...
+    def patch_bytes(self, checkpoint: Path, need: PatchNeed) -> int: ...
+    def lacks(self, size: int, work: int) -> bool: ...
+    def copies_room(self, checkpoints: Collection[Path]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +180,7 @@ class Loras:
         left_out = () if fit.lacking is None else (Warned("LoRA left out in part", fit.lacking),)
         return (*left_out, *(Warned("LoRA", f"{patch.path}: {text}") for text in fit.warnings))
 
-    def with_copies(
-        self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], room: HostMemory
-    ) -> Judged:
+    def with_copies(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], room: Room) -> Judged:
         """The jobs with room for their LoRAs in addition to the model and the LoRAs of earlier jobs."""
         asking = [job for job in jobs if job.spec.patches]
         if not asking or (room_bytes := room.room_bytes) is None:
@@ -198,7 +209,7 @@ class Loras:
         self._tell_of_copies(news, num_ranks)
         return [job for job in jobs if job.job_id not in refused], tuple(refused.values())
 
-    def serve(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path], room: HostMemory) -> None:
+    def serve(self, served: Mapping[str, ServedLora], checkpoints: Sequence[Path], room: Room) -> None:
         """Let requests name these. Raises: InputError for one that fits no model, and for lack of room."""
         self.served.update(served)
         self.fits.look((path, lora.sha256, lora.path) for lora in served.values() for path in checkpoints)
@@ -221,9 +232,7 @@ class Loras:
         _check_copies("main memory needed for", on_host, room.copies_room(checkpoints))
         self._tell_of_copies(checkpoints, num_ranks)
 
-    def _place(
-        self, checkpoint: Path, loras: Set[_Lora], size: int, room: HostMemory, *, work: int = 0
-    ) -> None:
+    def _place(self, checkpoint: Path, loras: Set[_Lora], size: int, room: Room, *, work: int = 0) -> None:
         size += room.patch_bytes(checkpoint, self.of(checkpoint, loras))
         self.by_model.setdefault(checkpoint, PatchNeed(room.lacks(size, work)))
 
