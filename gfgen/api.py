@@ -335,15 +335,23 @@ class _Run:
         if is_url(str(given)):
             raise InputError("output_dir: a folder is accepted; 'gfgen run -o s3://...' writes to stores")
         self._stack, self._is_kept = contextlib.ExitStack(), given is not None
+        dumps: Any = pickle.dumps
+        if not isinstance(policy, str):
+            import cloudpickle  # whose classes of __main__ need no __main__ there
+
+            dumps = cloudpickle.dumps
+        if jobs is not None:
+            given_jobs = jobs.given and _pickled(jobs.given, partial(_plain, name="jobs"))
+            jobs = replace(jobs, given=given_jobs, fallbacks=_pickled(jobs.fallbacks, _plain))
         level, names = logging.getLogger("gfgen").getEffectiveLevel(), ("debug", "info", "warning", "error")
         setup = hosted.Setup(
             options={"output_dir": None, "batch": _batch(options), "keeps_records": self._is_kept},
             ranks=_ranks(options),
             gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
-            policy=_pickled(policy, pickle.dumps if isinstance(policy, str) else _dumps_by_value),
+            policy=_pickled(policy, dumps),
             path=[os.path.abspath(path) for path in sys.path],
             models=_models(options),
-            jobs=jobs and _pickled(jobs, _plain_source),
+            jobs=jobs,
             log_level=names[min(3, max(0, level // 10 - 1))],
         )
         _pickled(setup, pickle.dumps)
@@ -384,18 +392,6 @@ def _temporary_folder() -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="gfgen-new-"))
     with hold_folder(made):
         yield made.rename(made.with_name(made.name.replace("new", "session", 1)))
-
-
-def _dumps_by_value(policy: object) -> bytes:
-    import cloudpickle  # whose classes of __main__ need no __main__ there
-
-    content: bytes = cloudpickle.dumps(policy)
-    return content
-
-
-def _plain_source(source: JobSource) -> JobSource:
-    given = None if source.given is None else _plain(source.given, "jobs")
-    return replace(source, given=given, fallbacks=_plain(source.fallbacks))
 
 
 def _plain(value: Any, name: str = "") -> Any:

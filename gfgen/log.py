@@ -73,12 +73,15 @@ def configure(
             old.close()
     sys.stderr = unblocked(sys.stderr)
     shown = stream or sys.stderr
-    handler = logging.StreamHandler(shown)
+    handler: logging.StreamHandler[Any] = logging.StreamHandler(shown)
     handler.addFilter(lambda record: not getattr(record, "file_only", False))
-    time_format = "%H:%M:%S" if shown.isatty() else _DATE
-    _install(handler, level=level, formatter=_formatter(as_json, time_format))
+    installed = [(handler, level, "%H:%M:%S" if shown.isatty() else _DATE)]
     if file is not None:
-        _install(_open(file), level=file_level, formatter=_formatter(as_json, _DATE))
+        installed.append((_open(file), file_level, _DATE))
+    for each, least, time_format in installed:
+        each.setLevel(least.upper())
+        each.setFormatter(JsonFormatter() if as_json else logging.Formatter(_READABLE, time_format))
+        logger.addHandler(each)
     logger.setLevel(min(handler.level for handler in logger.handlers))
     logger.propagate = False
 
@@ -126,13 +129,3 @@ def _open(file: Path) -> _LogFile:
         return _LogFile(file, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise InputError(f"--log-file {file}: cannot write there ({error.strerror}); name another") from None
-
-
-def _formatter(as_json: bool, time_format: str) -> logging.Formatter:
-    return JsonFormatter() if as_json else logging.Formatter(_READABLE, time_format)
-
-
-def _install(handler: logging.Handler, *, level: str, formatter: logging.Formatter) -> None:
-    handler.setLevel(level.upper())
-    handler.setFormatter(formatter)
-    logging.getLogger("gfgen").addHandler(handler)

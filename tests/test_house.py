@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 66_031,
+    "lines of the package": 65_673,
     "files of the package": 286,
     "lines of the core": 5_574,
     "files of the core": 24,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import sys
@@ -63,9 +62,31 @@ def report(source: JobSource, options: RunOptions) -> Report:
         memory = _memory(todo, admission.memory) if cluster is None else None
         prediction = _prediction(todo, options, admission.memory, now=now)
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
-        space = dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {}
         nodes = {} if cluster is None else cluster.started()
-    return Report(source, options, claims, found, memory, space, prediction, logged, nodes)
+    statuses = {job.job_id: claims.status(job) for job in found.jobs}
+    counts = Counter(status for status, _ in statuses.values())
+    others = {} if cluster is not None else _made_with_others(claims, found.jobs, options.ranks)
+    facts = {
+        "source": source.name,
+        "jobs": len(found.parsed.specs),
+        "problems": [_problem_as_json(problem) for problem in found.problems],
+        "counts": {each: counts[each] for each in STATUSES} | {"colliding": found.num_colliding},
+        "changed": [job_id for job_id, (status, _) in statuses.items() if status == "changed"],
+        "made_with_others": others,
+        "again": {job_id: why for job_id, (status, why) in statuses.items() if status == "again"},
+        "output": str(options.output_dir),
+        "overrides": dict(source.overrides),
+        "fallbacks": dict(source.fallbacks),
+        "defaults": {name: dict(defaults) for name, defaults in found.parsed.defaults},
+        "rounded": {job.job_id: job.info.rounding for job in found.jobs if job.info.rounding is not None},
+        "nodes": {name: ranks.description for name, ranks in nodes.items()},
+        "memory": memory,
+        "space": dict(zip(("files_bytes", "free_bytes"), sizes, strict=True)) if todo else {},
+        "prediction": None if prediction is None else asdict(prediction),
+        "notes": [each.getMessage() for each in logged if each.levelno == logging.INFO],
+        "warnings": [each.getMessage() for each in logged if each.levelno > logging.INFO],
+    }
+    return Report(found, facts, prediction, logged)
 
 
 @contextlib.contextmanager
@@ -81,32 +102,27 @@ def _collected() -> Iterator[list[logging.LogRecord]]:
         logger.setLevel(level)
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    weights_bytes: Mapping[str, int]
-    largest_job_bytes: int
-    available_bytes: int | None
-    of: str
-    """each GPU, or main memory"""
-
-    def in_words(self) -> str:
-        sizes = [f"{name} {size_in_words(size)}" for name, size in self.weights_bytes.items() if size]
-        text = f"weights of {', '.join(sizes) or 'unknown size'}, "
-        text += f"largest job {size_in_words(self.largest_job_bytes)}"
-        if self.available_bytes is None:
-            return text
-        return f"{text}; {size_in_words(self.available_bytes)} of {self.of} is available"
-
-
-def _memory(jobs: Sequence[AdmittedJob], memory: HostMemory) -> _Memory | None:
+def _memory(jobs: Sequence[AdmittedJob], memory: HostMemory) -> dict[str, Any] | None:
     if not jobs:
         return None
     checkpoints = {job.checkpoint: job.spec.model or "" for job in jobs}
     weights = {checkpoints[path]: size for path, size in memory.with_patches(checkpoints).items()}
     memory.streaming(checkpoints)  # which logs it
-    largest = max(map(memory.work_bytes, jobs))
-    where = "each GPU" if isinstance(memory, GpuMemory) else "main memory"
-    return _Memory(weights, largest, memory.room_bytes, where)
+    return {
+        "weights_bytes": weights,
+        "largest_job_bytes": max(map(memory.work_bytes, jobs)),
+        "available_bytes": memory.room_bytes,
+        "of": "each GPU" if isinstance(memory, GpuMemory) else "main memory",
+    }
+
+
+def _memory_in_words(found: Mapping[str, Any]) -> str:
+    sizes = [f"{name} {size_in_words(size)}" for name, size in found["weights_bytes"].items() if size]
+    text = f"weights of {', '.join(sizes) or 'unknown size'}, "
+    text += f"largest job {size_in_words(found['largest_job_bytes'])}"
+    if (available := found["available_bytes"]) is None:
+        return text
+    return f"{text}; {size_in_words(available)} of {found['of']} is available"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,40 +204,47 @@ def _prediction(
 
 @dataclass(frozen=True)
 class Report:
-    source: JobSource
-    options: RunOptions
-    claims: Claims
     found: AdmittedSource
-    memory: _Memory | None
-    space: Mapping[str, int]
+    facts: dict[str, Any]
+    """With the keys of the JSON."""
     prediction: _Prediction | None
     logged: Sequence[logging.LogRecord]
-    nodes: Mapping[str, Ranks]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.facts
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        counts, (changed, again) = self._counts(), self._made_again()
-        jobs, problems = counted(len(self.found.parsed.specs), "job"), self.found.problems
-        yield f"{self.source.name}: {jobs}, {counted(len(problems), 'problem') if problems else 'no problem'}"
+        facts, problems = self.facts, self.found.problems
+        jobs = counted(facts["jobs"], "job")
+        yield f"{facts['source']}: {jobs}, {counted(len(problems), 'problem') if problems else 'no problem'}"
         yield from (f"  {line}" for line in listed(problems, limit=len(problems)))
-        shown = [f"{count:,} {WORDS.get(name, name)}" for name, count in counts.items() if count]
+        shown = [f"{count:,} {WORDS.get(name, name)}" for name, count in facts["counts"].items() if count]
         yield f"jobs      {', '.join(shown) or 'none'}"
-        if changed:
+        if changed := facts["changed"]:
             yield f"changed   {_named(changed)}: made again, since the job differs from the finished one"
-        if again:
-            named = [f"{job_id} ({why})" for job_id, why in again.items()]
-            yield f"again     {_named(named)}"
-        yield from self._provenance_lines()
-        yield f"output    {self.options.output_dir}/"
-        yield from self._field_lines()
-        for name, ranks in self.nodes.items():
-            yield f"node      {name}: {ranks.description}"
-        if self.memory is not None:
-            yield f"memory    {self.memory.in_words()}"
-        if self.space:
-            needed, left = self.space.values()
+        if again := facts["again"]:
+            yield f"again     {_named([f'{job_id} ({why})' for job_id, why in again.items()])}"
+        by_change: dict[str, list[str]] = {}
+        for job_id, changes in facts["made_with_others"].items():
+            by_change.setdefault(", ".join(changes), []).append(job_id)
+        for text, ids in by_change.items():
+            yield f"done      with {text}: {_named(ids)}; --force makes them again"
+        yield f"output    {facts['output']}/"
+        if facts["overrides"]:
+            yield f"fields    {_fields(facts['overrides'])} on all jobs, by options"
+        if facts["fallbacks"]:
+            yield f"fields    {_fields(facts['fallbacks'])} where jobs have no value, by options"
+        for name, defaults in self.found.parsed.defaults:
+            yield f"fields    {_fields(defaults)} where a line of {name} has no value, by its defaults"
+        for name, ranks in facts["nodes"].items():
+            yield f"node      {name}: {ranks}"
+        if facts["memory"] is not None:
+            yield f"memory    {_memory_in_words(facts['memory'])}"
+        if facts["space"]:
+            needed, left = facts["space"].values()
             lack = f": {size_in_words(needed - left)} may be missing" if needed > left else ""
             yield f"space     files take up to {size_in_words(needed)}; {size_in_words(left)} is free{lack}"
         if self.prediction is not None:
@@ -230,69 +253,15 @@ class Report:
             kind = "note" if record.levelno == logging.INFO else record.levelname.lower()
             yield f"{kind:<10}{record.getMessage()}"
 
-    def as_json(self) -> dict[str, Any]:
-        changed, again = self._made_again()
-        return {
-            "source": self.source.name,
-            "jobs": len(self.found.parsed.specs),
-            "problems": [_problem_as_json(problem) for problem in self.found.problems],
-            "counts": self._counts(),
-            "changed": changed,
-            "made_with_others": self._made_with_others(),
-            "again": again,
-            "output": str(self.options.output_dir),
-            "overrides": dict(self.source.overrides),
-            "fallbacks": dict(self.source.fallbacks),
-            "defaults": {name: dict(defaults) for name, defaults in self.found.parsed.defaults},
-            "rounded": {
-                job.job_id: job.info.rounding for job in self.found.jobs if job.info.rounding is not None
-            },
-            "nodes": {name: ranks.description for name, ranks in self.nodes.items()},
-            "memory": None if self.memory is None else asdict(self.memory),
-            "space": self.space,
-            "prediction": None if self.prediction is None else asdict(self.prediction),
-            "notes": [each.getMessage() for each in self.logged if each.levelno == logging.INFO],
-            "warnings": [each.getMessage() for each in self.logged if each.levelno > logging.INFO],
-        }
 
-    def _counts(self) -> Mapping[str, int]:
-        counts = Counter(status for status, _ in self._statuses.values())
-        return {status: counts[status] for status in STATUSES} | {"colliding": self.found.num_colliding}
-
-    def _made_again(self) -> tuple[list[str], dict[str, str]]:
-        statuses = self._statuses
-        changed = [job_id for job_id, (status, _) in statuses.items() if status == "changed"]
-        return changed, {job_id: why for job_id, (status, why) in statuses.items() if status == "again"}
-
-    @functools.cached_property
-    def _statuses(self) -> Mapping[str, tuple[str, str]]:
-        return {job.job_id: self.claims.status(job) for job in self.found.jobs}
-
-    def _made_with_others(self) -> dict[str, list[str]]:
-        """By id of a finished job, what has changed since."""
-        if self.options.cluster is not None:  # only nodes know
-            return {}
-        found = {}
-        for job in self.found.jobs:
-            before = self.claims.entries.get(job.job_id, {}).get("made_with")
-            if job.job_id in self.claims.done_ids and isinstance(before, dict):
-                found[job.job_id] = differences(before, made_with(self.options.ranks, job.checkpoint))
-        return {job_id: changes for job_id, changes in found.items() if changes}
-
-    def _provenance_lines(self) -> Iterator[str]:
-        by_change: dict[str, list[str]] = {}
-        for job_id, changes in self._made_with_others().items():
-            by_change.setdefault(", ".join(changes), []).append(job_id)
-        for text, ids in by_change.items():
-            yield f"done      with {text}: {_named(ids)}; --force makes them again"
-
-    def _field_lines(self) -> Iterator[str]:
-        if self.source.overrides:
-            yield f"fields    {_fields(self.source.overrides)} on all jobs, by options"
-        if self.source.fallbacks:
-            yield f"fields    {_fields(self.source.fallbacks)} where jobs have no value, by options"
-        for name, defaults in self.found.parsed.defaults:
-            yield f"fields    {_fields(defaults)} where a line of {name} has no value, by its defaults"
+def _made_with_others(claims: Claims, jobs: Sequence[AdmittedJob], ranks: Ranks) -> dict[str, list[str]]:
+    """By id of a finished job, what has changed since."""
+    found = {}
+    for job in jobs:
+        before = claims.entries.get(job.job_id, {}).get("made_with")
+        if job.job_id in claims.done_ids and isinstance(before, dict):
+            found[job.job_id] = differences(before, made_with(ranks, job.checkpoint))
+    return {job_id: changes for job_id, changes in found.items() if changes}
 
 
 def _problem_as_json(problem: Problem) -> dict[str, Any]:

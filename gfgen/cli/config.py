@@ -40,20 +40,21 @@ class ConfigFile:
         Names are those on the command line without the dashes. Those outside of a table are for every
         command that has them. Raises: InputError for others in the command's own table.
         """
-        options, tables = options_of(command), [self.content]
-        for word in name.split():
-            table = tables[-1].get(word, {})
+        options, found = options_of(command), dict[str, Any]()
+        table: Any = self.content
+        for word in ("", *name.split()):
+            table = table.get(word, {}) if word else table
             if not isinstance(table, dict):
                 raise InputError(f"{self.path}: {word}: write a table, such as [{word}]")
-            tables.append(table)
-        plain = [
-            {text.replace("_", "-"): value for text, value in table.items() if not isinstance(value, dict)}
-            for table in tables
-        ]
-        for unknown in () if isinstance(command, click.Group) else plain[-1]:
-            if unknown not in options:
-                raise InputError(f"{self.path}: [{name}] {unknown}: {_hint(unknown, options)}")
-        return {text: value for table in plain for text, value in table.items() if text in options}
+            own = {
+                each.replace("_", "-"): value for each, value in table.items() if not isinstance(value, dict)
+            }
+            found |= {each: value for each, value in own.items() if each in options}
+        if not isinstance(command, click.Group) and (
+            unknown := next((x for x in own if x not in options), None)
+        ):
+            raise InputError(f"{self.path}: [{name}] {unknown}: {_hint(unknown, options)}")
+        return found
 
 
 def read_files() -> Sequence[ConfigFile]:
@@ -181,8 +182,6 @@ def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Comma
     known = {text: None for command in commands.values() for text in options_of(command)}
     tables = {name.partition(" ")[0]: None for name in commands}
     for file in files:
-        for name, command in commands.items():
-            file.values_for(name, command)
         for name, value in file.content.items():
             near = tables if isinstance(value, dict) else known
             if name != RECIPES and name.replace("_", "-") not in near:
@@ -206,16 +205,12 @@ def _variables(option: click.Option) -> Sequence[str]:
 def _settings(
     name: str, command: click.Command, files: Sequence[ConfigFile]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
+    by_file = {str(file.path): file.values_for(name, command) for file in files}
     for text, option in options_of(command).items():
-        for variable in _variables(option):
-            if value := os.environ.get(variable):
-                yield text, ("(hidden)" if _is_secret(text) else value, variable)
-                break
-        else:
-            for file in files:
-                if text in (values := file.values_for(name, command)):
-                    yield text, ("(hidden)" if _is_secret(text) else values[text], str(file.path))
-                    break
+        found = [(os.environ[each], each) for each in _variables(option) if os.environ.get(each)]
+        found += [(values[text], path) for path, values in by_file.items() if text in values]
+        for value, where in found[:1]:
+            yield text, ("(hidden)" if _is_secret(text) else value, where)
 
 
 def _is_secret(option: str) -> bool:

@@ -82,10 +82,10 @@ def models(ctx: click.Context, *, pipelines: bool) -> None:
     for recipe, families in (recipes() | own_recipes()).items():
         click.echo(f"recipe {recipe}: {', '.join(families)}")
     click.echo("Or name a directory in diffusers' format, or the hub id of such a pipeline.")
-    verified = sum(result == "in steps" for result, _ in found.values())
     click.echo(
-        f"{verified} pipeline classes of diffusers for pictures and videos are verified in steps: "
-        "--pipelines lists them, docs/pipelines.md says more, 'gfgen models check MODEL' tries a checkpoint."
+        f"{sum(result == 'in steps' for result, _ in found.values())} pipeline classes of diffusers for "
+        "pictures and videos are verified in steps: --pipelines lists them, docs/pipelines.md says more, "
+        "'gfgen models check MODEL' tries a checkpoint."
     )
 
 
@@ -120,10 +120,9 @@ def check(model: str, *, job: str, device: str, trust_remote_code: bool, as_json
 
     MODEL is a directory, a hub id or a name. The exit code is 1 if the results differ.
     """
-    checkpoint = resolve_checkpoint(model)
+    checkpoint, devices = resolve_checkpoint(model), choose_devices(device, 1)
     geometry = load_geometry(checkpoint, trusts_code=trust_remote_code)
     given = _given_job(job, geometry)
-    devices = choose_devices(device, 1)
     if devices.kind == CPU:
         HostMemory(devices=devices).weights([checkpoint])
     check_packages(COMPUTING)
@@ -195,12 +194,11 @@ def _given_job(text: str, geometry: Geometry) -> JobSpec:
         raise InputError(f"--job {text}: is not JSON ({error})") from None
     if not isinstance(said, dict):
         raise InputError(f"--job {text}: a JSON object is accepted")
-    small: dict[str, Any] = {"prompt": "a red cat", "steps": 4}
-    if geometry.kind == "video":
-        small["frames"] = 9
+    small: dict[str, Any] = {"id": "check", "prompt": "a red cat", "steps": 4}
+    small |= {"frames": 9} if geometry.kind == "video" else {}
     if not isinstance(geometry, PipelineGeometry) or "negative_prompt" in geometry.signature.arguments:
         small["negative_prompt"] = "blurry"
-    line = json.dumps({"id": "check", **small, **said}).encode()
+    line = json.dumps(small | said).encode()
     parsed = read_job_stream(io.BytesIO(line), source="--job", folder=Path())
     if parsed.problems:
         raise JobFileError("--job", parsed.problems)
@@ -209,27 +207,21 @@ def _given_job(text: str, geometry: Geometry) -> JobSpec:
 
 def _facts(model: str, geometry: Geometry, trial: Trial) -> dict[str, Any]:
     """What --json prints, except for device and memory."""
-    job = trial.job
+    job, known = trial.job, recipes() | own_recipes()
     is_general = isinstance(geometry, PipelineGeometry)
+    tokens = geometry.num_tokens(replace(job, width=1024, height=1024))
     found: dict[str, Any] = {
         "model": model,
         "family": geometry.family,
         "adapter": "general" if is_general else "own",
         "output": geometry.output_kind(job),
-        "recipes": [
-            name
-            for name, families in (recipes() | own_recipes()).items()
-            if any(is_for(key, geometry.family) for key in families)
-        ],
+        "recipes": [name for name, of in known.items() if any(is_for(key, geometry.family) for key in of)],
         "in_steps": trial.is_stepped and trial.problem is None,
         "differs": trial.is_stepped and trial.problem is not None,
         "problem": trial.problem,
         "tried": {name: getattr(job, name) for name in ("width", "height", "frames", "steps")},
         "num_iterations": trial.num_iterations,
-        "ranks_per_step": {
-            "guidance": 2 if geometry.uses_cfg(job) else 1,
-            "tokens": min(MAX_RANKS, geometry.num_tokens(replace(job, width=1024, height=1024))),
-        },
+        "ranks_per_step": {"guidance": 2 if geometry.uses_cfg(job) else 1, "tokens": min(MAX_RANKS, tokens)},
     }
     if isinstance(geometry, PipelineGeometry):
         found |= {"args": dict(geometry.signature.args), "files": geometry.signature.files}

@@ -79,10 +79,8 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
     if is_asked:
         from gfgen.system import machine
 
-        commit = machine.commit()
-        click.echo(
-            f"gfgen, version {machine.versions()['gfgen']}" + (f", commit {commit[:12]}" if commit else "")
-        )
+        commit = f", commit {found[:12]}" if (found := machine.commit()) else ""
+        click.echo(f"gfgen, version {machine.versions()['gfgen']}{commit}")
         context.exit()
 
 
@@ -136,10 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _let_go_of_closed_streams() -> None:
     """Drop output that a closed terminal or pipe refused: at exit Python would retry, and exit with 120."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (each for each in (sys.stdout, sys.stderr) if not each.closed):
         try:
-            if not stream.closed:
-                stream.flush()
+            stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from gfgen import log
-from gfgen.cli.config import own_recipes
+from gfgen.cli.config import name_of, own_recipes
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.reader import JobSource
@@ -36,7 +36,6 @@ from gfgen.session.ranks import AskedRanks, Ranks
 logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
-Option = Callable[[Command], Command]
 
 LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
@@ -111,80 +110,62 @@ class Named(click.ParamType[str]):
 A_MODEL, A_POLICY = Named(*MODELS), Named(*BUILT_IN)
 
 
-@dataclass(frozen=True, slots=True)
-class _Declared:
-    names: Sequence[str]
-    attributes: Mapping[str, Any]
-    is_argument: bool = False
-
-    def add(self, command: Command, name: str, **more: Any) -> Command:
-        if self.is_argument:
-            return click.argument(name, **self.attributes)(command)
-        long = self.long_name(name)
-        names = self.names if long in self.names else (long, *self.names)
-        return click.option(*names, name, **self.attributes, **more)(command)
-
-    def long_name(self, name: str) -> str:
-        return next((text for text in self.names if text.startswith("--")), f"--{name.replace('_', '-')}")
-
-    def take(self, values: dict[str, Any], name: str) -> Any:
-        return values.pop(name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """All options of a dataclass, which a command gets as one argument."""
-
-    kind: type[Any]
-    members: dict[str, _Declared | _Group]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-    def add(self, command: Command, name: str, **more: Any) -> Command:
-        for each, member in reversed(self.members.items()):
-            command = member.add(command, each, **self.attributes, **more)
-        return command
-
-    def take(self, values: dict[str, Any], name: str) -> Any:
-        return self.kind(**{each: member.take(values, each) for each, member in self.members.items()})
-
-
 def option(help_: str, *names: str, **attributes: Any) -> Any:
     """A field of a dataclass of options, named like the option; `attributes` are click's."""
     shown = {"show_default": True} if "default" in attributes else {}
-    attributes = {**shown, **attributes, "help": help_}
     default = attributes.get("default", () if attributes.get("multiple") else None)
-    return field(default=default, metadata={"click": _Declared(names, attributes)})
+    return field(default=default, metadata={"click": (names, {**shown, **attributes, "help": help_})})
 
 
 def flag(help_: str, *names: str, **attributes: Any) -> Any:
-    declared = _Declared(names, {"is_flag": True, **attributes, "help": help_})
-    return field(default=False, metadata={"click": declared})
+    return field(default=False, metadata={"click": (names, {"is_flag": True, **attributes, "help": help_})})
 
 
 def argument(**attributes: Any) -> Any:
     default = () if attributes.get("nargs") == -1 else None
-    return field(default=default, metadata={"click": _Declared((), attributes, is_argument=True)})
+    return field(default=default, metadata={"click": ((), {"cls": click.Argument, **attributes})})
 
 
 def group(kind: type[Any], *, without: Collection[str] = (), cls: Any = None, **own: Any) -> Any:
     """A field with a dataclass: its options without some, with `own` ones; `cls` replaces click's class."""
-    named = {name: each for name, each in {**_fields_of(kind), **own}.items() if name not in without}
-    members = {name: each.metadata["click"] for name, each in named.items()}
-    return field(metadata={"click": _Group(kind, members, {} if cls is None else {"cls": cls})})
+    found = {name: each for name, each in {**_fields_of(kind), **own}.items() if name not in without}
+    return field(default_factory=kind, metadata={"kind": kind, "fields": found, "cls": cls})
 
 
 def _fields_of(kind: type[Any]) -> dict[str, Any]:
     fields = {each.name: each for each in dataclasses.fields(kind)}
-    return {name: fields[name] for name in kind.__annotations__ if "click" in fields[name].metadata}
+    return {name: fields[name] for name in kind.__annotations__ if fields[name].metadata}
+
+
+def _parameters(fields: Mapping[str, Any], cls: Any = None) -> Iterator[click.Parameter]:
+    for name, each in fields.items():
+        if "kind" in each.metadata:
+            yield from _parameters(each.metadata["fields"], each.metadata["cls"])
+            continue
+        names, attributes = each.metadata["click"]
+        kind = attributes.get("cls") or cls or click.Option
+        if kind is not click.Argument and not any(text.startswith("--") for text in names):
+            names = (f"--{name.replace('_', '-')}", *names)
+        yield kind([*names, name], **{key: value for key, value in attributes.items() if key != "cls"})
+
+
+def _taken(fields: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values of these fields, which leave `values`."""
+    return {
+        name: each.metadata["kind"](**_taken(each.metadata["fields"], values))
+        if "kind" in each.metadata
+        else values.pop(name)
+        for name, each in fields.items()
+    }
 
 
 def given_in(options: Any, *names: str) -> str | None:
     """The first of these options, or of all in the dataclass, that has not its default."""
     for name, each in _fields_of(type(options)).items():
-        declared = each.metadata["click"]
-        is_one = isinstance(declared, _Declared) and not declared.is_argument
-        if is_one and name in (names or (name,)) and getattr(options, name) != each.default:
-            return str(declared.long_name(name))
+        if name in (names or (name,)) and "click" in each.metadata and getattr(options, name) != each.default:
+            (parameter,) = _parameters({name: each})
+            if isinstance(parameter, click.Option):
+                return f"--{name_of(parameter)}"
     return None
 
 
@@ -192,8 +173,7 @@ def checked(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A program's values for options of this dataclass, as commands have them. Raises: InputError."""
     found = {}
     for name, value in given.items():
-        taking: Any = _fields_of(kind)[name].metadata["click"].add(lambda: None, name)
-        (parameter,) = taking.__click_params__
+        (parameter,) = _parameters({name: _fields_of(kind)[name]})
         try:
             found[name] = parameter.type_cast_value(click.Context(click.Command(name)), value)
         except click.BadParameter as error:
@@ -201,21 +181,18 @@ def checked(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def takes(**kinds: Any) -> Option:
+def takes(**kinds: Any) -> Callable[[Command], Command]:
     """A decorator: the command gets each of these dataclasses, or fields of `group`, as one argument."""
-    found = {name: group(kind) if isinstance(kind, type) else kind for name, kind in kinds.items()}
-    groups: dict[str, _Group] = {name: each.metadata["click"] for name, each in found.items()}
+    fields = {name: group(kind) if isinstance(kind, type) else kind for name, kind in kinds.items()}
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            made = {name: each.take(values, name) for name, each in groups.items()}
-            return command(**made, **values)
+            return command(**_taken(fields, values), **values)
 
-        taking: Command = call
-        for name, each in reversed(groups.items()):
-            taking = each.add(taking, name)
-        return taking
+        others = getattr(command, "__click_params__", ())
+        call.__click_params__ = [*others, *reversed([*_parameters(fields)])]  # type: ignore[attr-defined]
+        return call
 
     return add
 
@@ -254,6 +231,7 @@ batch_option = functools.partial(
 grace_option = functools.partial(
     option,
     "Time that running steps get to end by themselves when the run stops.",
+    "--grace",
     type=Duration(may_be_zero=True),
     default=f"{GRACE_S:g}s",
 )

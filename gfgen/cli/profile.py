@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -161,28 +162,22 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
         kind = options.admission(model).models.find(model).geometry.kind
         usual = (SMALL_SIZES if model in (*PACKAGED, *TINY_NAMES) else SIZES)[kind]
         for size in sizes or usual:
-            width, height, frames = _size(size)
-            specs.append(
-                JobSpec(
-                    id=f"{model}-{size}",
-                    prompt="a red fox trots through fresh snow at dawn",
-                    model=model,
-                    width=width,
-                    height=height,
-                    frames=frames,
-                    seed=0,
-                    **guidance,  # type: ignore[arg-type]
-                )
-            )
+            own: dict[str, Any] = {
+                "id": f"{model}-{size}",
+                "model": model,
+                "seed": 0,
+                **_size(size),
+                **guidance,
+            }
+            specs.append(JobSpec(prompt="a red fox trots through fresh snow at dawn", **own))
     return admitted_on(options, specs, default_model=models[0], source="--model and --size")
 
 
-def _size(text: str) -> tuple[int, int, int | None]:
+def _size(text: str) -> dict[str, int]:
     parts = text.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
         raise InputError(f"--size {text}: give a size such as 832x480, or 832x480x81 with frames")
-    width, height, *frames = map(int, parts)
-    return width, height, frames[0] if frames else None
+    return dict(zip(("width", "height", "frames"), map(int, parts), strict=False))
 
 
 def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Iterator[str]:
@@ -220,25 +215,17 @@ def _measure(
     unfinished: _Unfinished,
     costs: CostModel,
     options: Ranks,
-    patch_copies_on_host: Collection[Path],
+    on_host: Collection[Path],
 ) -> None:
     if not todo:
         return
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
-        checkpoints = {entry.job.checkpoint for entry in todo}
-        memory = options.memory
+        checkpoints, memory = {entry.job.checkpoint for entry in todo}, options.memory
         memory.fit([entry.job for entry in todo])
-        ready = ready_pool(
-            checkpoints,
-            options,
-            signals,
-            are_all_needed=True,
-            patch_copies_on_host=patch_copies_on_host,
-            placements=memory.streaming(checkpoints),
-        )
-        pool = stack.enter_context(ready)
+        held: dict[str, Any] = {"placements": memory.streaming(checkpoints), "patch_copies_on_host": on_host}
+        pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True, **held))
         if options.has_graphs and options.are_on_gpus:
             sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
             for item, answer in warm_up(pool, warm_ups(profiling.jobs_like(todo), sizes), signals):
@@ -266,14 +253,11 @@ class _Unfinished:
         self._stamp = [options.profiled_as, dict(versions()), options.num_ranks, *options.words]
         self.measured: dict[str, Samples] = {}
         keys = {entry.key for entry in plan}
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # none, or that of another version
+        faults = OSError, ValueError, KeyError, TypeError
+        with contextlib.suppress(*faults):  # none, or that of another version
             found = json.loads(self._path.read_text())
-            if found["stamp"] == self._stamp:
-                self.measured = {
-                    key: Samples(**each) for key, each in found["samples"].items() if key in keys
-                }
+            samples = found["samples"].items() if found["stamp"] == self._stamp else ()
+            self.measured = {key: Samples(**each) for key, each in samples if key in keys}
 
     def save(self) -> None:
         """Raises: InputError where the file cannot be written."""

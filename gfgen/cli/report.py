@@ -101,54 +101,21 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, s
     click.echo(f"the page is {target}", err=as_json)
 
 
-@dataclass(frozen=True, slots=True)
 class JobReport:
-    line: ManifestLine
-    ended_at: float
-
-    @property
-    def job_id(self) -> str:
-        return str(self.line["id"])
-
-    @property
-    def status(self) -> str:
-        return str(self.line.get("status"))
-
-    @property
-    def busy_s(self) -> float:
-        return float(self.timings.get("busy_s") or 0.0)
-
-    @property
-    def latency_s(self) -> float:
-        return float(self.timings.get("latency_s") or 0.0)
-
-    @property
-    def started_at(self) -> float:
-        started_s, ended_s = self.timings.get("started_s"), self.timings.get("ended_s")
-        if started_s is None or ended_s is None:
-            return self.ended_at
-        return self.ended_at - float(ended_s - started_s)
-
-    @property
-    def timings(self) -> Mapping[str, Any]:
-        return self.line.get("timings") or {}
-
-    @property
-    def num_frames(self) -> int:
-        return int((self.line.get("shape") or {}).get("frames") or 1)
-
-    @property
-    def facts(self) -> str:
-        """Such as '128x128, 17 frames, 8 steps, seed 7, shapes'."""
-        shape = self.line.get("shape") or {}
+    def __init__(self, line: ManifestLine, ended_at: float) -> None:
+        timings, shape = line.get("timings") or {}, line.get("shape") or {}
+        self.line, self.ended_at = line, ended_at
+        self.job_id, self.status = str(line["id"]), str(line.get("status"))
+        self.busy_s, self.latency_s = (float(timings.get(each) or 0.0) for each in ("busy_s", "latency_s"))
+        self.first_uses_s = float(timings.get("first_uses_s", 0.0))
+        times: tuple[Any, Any] = timings.get("started_s"), timings.get("ended_s")
+        self.started_at = ended_at if None in times else ended_at - float(times[1] - times[0])
+        self.num_frames = int(shape.get("frames") or 1)
+        self.files = [each["file"] for each in of_each_file(line) if each.get("file")]
         facts = [f"{shape.get('width')}x{shape.get('height')}"]
         facts += [f"{self.num_frames} frames"] if self.num_frames > 1 else []
-        steps, seed, model = (self.line.get(name) for name in ("steps", "seed", "model"))
-        return ", ".join([*facts, f"{steps} steps", f"seed {seed}", str(model)])
-
-    @property
-    def files(self) -> list[str]:
-        return [each["file"] for each in of_each_file(self.line) if each.get("file")]
+        facts += [f"{line.get('steps')} steps", f"seed {line.get('seed')}", str(line.get("model"))]
+        self.facts = ", ".join(facts)
 
     def pictures(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
         """Each picture that is there, with prompt and name; of a video the file, or its first frame."""
@@ -188,15 +155,16 @@ class FolderReport:
         return Counter(job.status for job in self.jobs) | Counter(left=len(self.left), waiting=self.waiting)
 
     @property
-    def failed(self) -> Sequence[JobReport]:
-        return [job for job in self.jobs if job.status == "failed"]
-
-    @property
     def again(self) -> str | None:
         """The command that runs failed jobs again; None if none failed, or if their job file is gone."""
-        files = {str(job.line.get("job_file")) for job in self.failed}
-        paths = [(self.folder / file) for file in sorted(files - {"None", "-"})]
-        named = [_short(path) for path in paths if path.is_file()]
+        files = {str(job.line.get("job_file")) for job in self.jobs if job.status == "failed"}
+        paths = [(self.folder / file).resolve() for file in sorted(files - {"None", "-"})]
+        here = Path.cwd()
+        named = [
+            str(path.relative_to(here) if path.is_relative_to(here) else path)
+            for path in paths
+            if path.is_file()
+        ]
         named += ["..."] if "-" in files else []  # prompts, or standard input
         return f"gfgen run {' '.join(named)} -o {self.folder} --failed" if named else None
 
@@ -215,7 +183,7 @@ class FolderReport:
         first, last = min(job.started_at for job in self.jobs), max(job.ended_at for job in self.jobs)
         busy = in_words(sum(job.busy_s for job in self.jobs))
         yield f"made      {_clock(first)} to {_clock(last)}, with {busy} of rank time"
-        if first_uses_s := sum(job.timings.get("first_uses_s", 0.0) for job in self.jobs):
+        if first_uses_s := sum(job.first_uses_s for job in self.jobs):
             yield f"first use {in_words(first_uses_s)} of it in tasks that were the first of their kind"
         made = [file for job in done for file in of_each_file(job.line)]
         kinds = Counter(Path(str(file.get("file"))).suffix.lstrip(".").upper() for file in made)
@@ -227,8 +195,9 @@ class FolderReport:
         slowest = sorted(done, key=lambda job: -job.busy_s)[:MAX_SLOWEST]
         if slowest:
             yield f"slowest   {', '.join(f'{job.job_id} {in_words(job.busy_s)}' for job in slowest)}"
-        for job in self.failed:
-            yield f"failed    {job.job_id}: {job.line.get('error')}"
+        for job in self.jobs:
+            if job.status == "failed":
+                yield f"failed    {job.job_id}: {job.line.get('error')}"
         if self.again is not None:
             yield f"again     {self.again}, with the prompts and options that the run had"
 
@@ -254,9 +223,7 @@ class FolderReport:
             title=f"{self.folder.name or self.folder}: {counted(self.counts.total(), 'job')}",
             summary="\n".join(self.lines()),
             timelines=list(_timelines(self.jobs)),
-            cards=[
-                (job, _file_of(job, self.folder, target.parent, idx)) for idx, job in enumerate(self.jobs)
-            ],
+            cards=[(job, _file_of(job, self.folder, target.parent, n)) for n, job in enumerate(self.jobs)],
         )
 
 
@@ -264,21 +231,18 @@ def _clock(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
 
 
-def _short(path: Path) -> str:
-    path = path.resolve()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Mapping[str, str | None] | None:
     path = folder / str(job.line.get("file"))
     if not job.line.get("file") or not path.is_file():
         return None
-    url, page_folder = path.absolute(), page_folder.absolute()
-    return {
-        "name": path.name,
-        "url": quote(str(url.relative_to(page_folder) if url.is_relative_to(page_folder) else url)),
-        "thumbnail": _thumbnail(path) if number < MAX_THUMBNAILS else None,
-    }
+    url, page_folder, small = path.absolute(), page_folder.absolute(), None
+    try:
+        if number < MAX_THUMBNAILS:
+            small = base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
+    except (OSError, ValueError, ImageError) as error:
+        logger.warning("no thumbnail of %s: %s", path, error)
+    url = url.relative_to(page_folder) if url.is_relative_to(page_folder) else url
+    return {"name": path.name, "url": quote(str(url)), "thumbnail": small}
 
 
 def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Path, str, str]]]:
@@ -306,14 +270,6 @@ def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:
     except (OSError, ValueError) as error:  # another suffix is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{target}: cannot be written ({reason}); name another --sheet") from None
-
-
-def _thumbnail(path: Path) -> str | None:
-    try:
-        return base64.b64encode(thumbnail(path, THUMBNAIL_SIDE)).decode()
-    except (OSError, ValueError, ImageError) as error:
-        logger.warning("no thumbnail of %s: %s", path, error)
-        return None
 
 
 def _timelines(jobs: Sequence[JobReport]) -> Iterator[Mapping[str, Any]]:

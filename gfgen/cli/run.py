@@ -21,14 +21,13 @@ from gfgen import log
 from gfgen.cli import options as opt
 from gfgen.cli.run_files import (
     ClusterOptions,
-    FileHook,
     RunOptions,
     StoreOptions,
     admit_jobs,
     check_watched,
     check_written,
+    options_of,
     resolved,
-    run_done_hook,
     session_of,
 )
 from gfgen.errors import (
@@ -42,7 +41,6 @@ from gfgen.errors import (
 )
 from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
-from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -52,15 +50,14 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import Claims, check_records, default_folder, job_file_name
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.publish.publisher import Publisher
 from gfgen.session.admission import with_time
-from gfgen.session.filters import Filter
 from gfgen.session.session import Arrivals, Session, try_to_write
 from gfgen.system.outlet import drain, unblocked
 from gfgen.system.wording import MAX_NAMED, counted
 
 if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
+    from gfgen.runtime.publish.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class Arguments:
     skip_invalid: bool = opt.flag("Run the valid jobs of a file with errors; the exit code is 1.")
     lookahead: float = opt.lookahead_option(cls=opt.RunOnly)
     batch: int = opt.batch_option()
-    grace: float = opt.grace_option(cls=opt.RunOnly)
+    grace_s: float = opt.grace_option(cls=opt.RunOnly)
     max_step_time: float | None = opt.max_step_time_option(show_default="no bound")
     trace: Path | None = opt.option(
         "Write a timeline for Perfetto or 'gfgen plot'.", type=opt.NamedPath(), cls=opt.RunOnly
@@ -118,8 +115,9 @@ class Arguments:
     on_done: str | None = opt.option(
         "Run this shell command when the run has ended; GFGEN_FAILED counts.", metavar="CMD", cls=opt.RunOnly
     )
-    hook_timeout: float = opt.option(
+    hook_timeout_s: float = opt.option(
         "Kill a command of --on-file or --on-done, or a call of --keep-if, after this time.",
+        "--hook-timeout",
         type=opt.Duration(),
         default="60s",
         cls=opt.RunOnly,
@@ -164,7 +162,7 @@ def run(given: Arguments) -> int:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output)
     with cluster.connected(given, model=given.model, output_dir=output_dir) as found:
         job_file = job_file_name(first, output_dir)
-        options = _options_of(given, found, output_dir, job_file=job_file, publisher=publisher)
+        options = _options_of(given, found, output_dir, publisher, job_file)
         if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
@@ -208,46 +206,28 @@ def run(given: Arguments) -> int:
 
 
 def _options_of(
-    given: Arguments,
-    cluster: RayCluster | None,
-    output_dir: Path,
-    *,
-    job_file: str,
-    publisher: Publisher | None,
+    given: Arguments, cluster: RayCluster | None, output_dir: Path, publisher: Publisher | None, job_file: str
 ) -> RunOptions:
     hook = keep_if = None
+    if given.on_file is not None or given.keep_if is not None:
+        from gfgen.session.filters import FileHook, Filter
     if given.on_file is not None:
-        hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout)
+        hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout_s)
     if given.keep_if is not None:
-        about: dict[str, Any] = dict(
-            most_again=given.again, limit_s=given.hook_timeout, then=publisher or hook
-        )
-        keep_if = Filter(given.keep_if, output_dir, **about)
-    return RunOptions(
+        then, limit_s = publisher or hook, given.hook_timeout_s
+        keep_if = Filter(given.keep_if, output_dir, most_again=given.again, limit_s=limit_s, then=then)
+    return options_of(
+        RunOptions,
+        given,
+        cluster,
         output_dir=output_dir,
-        ranks=given.ranks.found() if cluster is None else cluster.ranks,
-        policy=load_policy(given.policy),
-        model=given.model,
-        skip_invalid=given.skip_invalid,
-        overwrite=given.overwrite,
-        failed=given.failed,
-        retries=given.retries,
-        force=given.force,
         job_file=job_file,
-        lookahead_s=given.lookahead / 1000,
-        batch=given.batch,
-        grace_s=given.grace,
-        trace=given.trace,
         on_file=hook,
         keep_if=keep_if,
         publisher=publisher,
-        on_done=given.on_done,
-        hook_timeout_s=given.hook_timeout,
         waits_for_space=given.watch is not None,
         closes_at=None if given.until is None else closing_at(given.until, now=time.time()),
         job_bounds=JobBounds(step_s=given.max_step_time),
-        logs=given.logs,
-        cluster=cluster,
     )
 
 
@@ -266,9 +246,8 @@ def run_jobs(
         todo = backlog.take()
     if not todo:
         if options.trace:
-            logger.warning(
-                "--trace has no effect, because no job is left to do; %s was not written", options.trace
-            )
+            why = "because no job is left to do"
+            logger.warning("--trace has no effect, %s; %s was not written", why, options.trace)
         return Summary(num_skipped=num_skipped)
     check_trace(options.trace)
     fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
@@ -315,17 +294,9 @@ def _wanted_again(session: Session, options: RunOptions, summary: Summary) -> Se
 
 def _joined(first: Summary, retried: Summary) -> Summary:
     """The summary of a run and of the jobs that it ran again; latencies are those of the first run."""
-    return replace(
-        first,
-        num_done=first.num_done + retried.num_done,
-        num_failed=first.num_failed + retried.num_failed,
-        num_unfinished=first.num_unfinished + retried.num_unfinished,
-        num_cancelled=first.num_cancelled + retried.num_cancelled,
-        num_tasks=first.num_tasks + retried.num_tasks,
-        makespan_s=first.makespan_s + retried.makespan_s,
-        failures=(*first.failures, *retried.failures)[:MAX_NAMED],
-        num_ranks=0,
-    )
+    added = ("num_done", "num_failed", "num_unfinished", "num_cancelled", "num_tasks", "makespan_s")
+    sums: dict[str, Any] = {name: getattr(first, name) + getattr(retried, name) for name in added}
+    return replace(first, **sums, failures=(*first.failures, *retried.failures)[:MAX_NAMED], num_ranks=0)
 
 
 def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary:
@@ -399,6 +370,8 @@ def _end_hooks(
     if options.on_file is not None:
         options.on_file.finish(is_stopped=status == "stopped")
     if options.on_done is not None:
+        from gfgen.session.filters import run_done_hook
+
         limit_s = options.hook_timeout_s
         run_done_hook(options.on_done, summary, options.output_dir, status=status, limit_s=limit_s)
 
@@ -406,9 +379,8 @@ def _end_hooks(
 def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
     if watch is not None:
         return resolved(watch).name
-    if not jobs.jobs:
-        return "prompts"
-    return "stdin" if jobs.jobs[0] == "-" else Path(without_secrets(jobs.jobs[0])).stem
+    first = next(iter(jobs.jobs), "prompts")
+    return "stdin" if first == "-" else Path(without_secrets(first)).stem
 
 
 def _check_watching(given: Arguments) -> None:
@@ -422,12 +394,10 @@ def _check_watching(given: Arguments) -> None:
 
 def check_trace(trace: Path | None) -> None:
     """Raises InputError if the trace cannot be written, before models are loaded."""
-    if trace is None:
-        return
     try:
-        if trace.exists():
+        if trace is not None and trace.exists():
             trace.open("ab").close()
-        else:
+        elif trace is not None:
             try_to_write(trace.parent)
     except OSError as error:
         raise InputError(f"--trace {trace}: cannot write there ({error.strerror}); name another") from None
@@ -483,9 +453,8 @@ def _say(line: str) -> None:
 
 
 def _check(as_json: bool, **params: Any) -> int:
-    context = click.get_current_context()
-    found: int = context.invoke(run, dry_run=True, quiet=True, log_json=as_json, **params)
-    return found
+    given = {"dry_run": True, "quiet": True, "log_json": as_json, **params}
+    return int(click.get_current_context().invoke(run, **given))
 
 
 check = click.Command(

@@ -1,6 +1,4 @@
-"""What `gfgen run` checks before it starts: each file has one purpose; foreign files stay; its cluster.
-Its hooks, too: commands of the user for complete files and for the end (--on-file, --on-done).
-"""
+"""What `gfgen run` checks before it starts: each file has one purpose; foreign files stay; its cluster."""
 
 from __future__ import annotations
 
@@ -9,16 +7,12 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -26,27 +20,24 @@ from gfgen.cli.options import LogOptions, NamedPath, flag, given_in, option
 from gfgen.errors import InputError, Problem
 from gfgen.job.reader import JobSource
 from gfgen.job.spec import ENDINGS, slug
-from gfgen.models.ahead.pool import environment_of_others
-from gfgen.policies.catalog import BUILT_IN
+from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.metrics import Summary
-from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.index import INDEX_NAME, ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
 from gfgen.runtime.files.ownership import Claims
-from gfgen.runtime.publish.publisher import RECORD_NAME, Publisher
 from gfgen.runtime.publish.shards import DEFAULT_SIZE, SUFFIXES, Shards
 from gfgen.session.admission import Admission, jobs_to_run, judge
-from gfgen.session.filters import Afterwards, Filter
 from gfgen.session.session import Session, SessionOptions
 from gfgen.system.home import home
-from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
     from gfgen.cluster.ray_cluster import RayCluster
+    from gfgen.runtime.publish.publisher import Publisher
+    from gfgen.session.filters import FileHook, Filter
 
 logger = logging.getLogger(__name__)
+Options = TypeVar("Options", bound=SessionOptions)
 LONG_BYTES = 2**20
 """Of job files for which the folder gets an index."""
 LOCAL = "local"
@@ -127,6 +118,14 @@ def admit_jobs(
         claims.index.keep()
     claims.num_known = found.parsed.num_done
     return admitted, claims, problems
+
+
+def options_of(kind: type[Options], given: Any, cluster: RayCluster | None, **own: Any) -> Options:
+    """Options of a session: those that a command was given, its ranks and policy, and `own`."""
+    same = {each.name: getattr(given, each.name) for each in fields(kind) if hasattr(given, each.name)}
+    ranks = given.ranks.found() if cluster is None else cluster.ranks
+    made = {"ranks": ranks, "policy": load_policy(given.policy), "lookahead_s": given.lookahead / 1000}
+    return kind(**same | made | {"cluster": cluster} | own)
 
 
 def session_of(options: SessionOptions, cluster: RayCluster | None) -> Session:
@@ -232,9 +231,14 @@ class StoreOptions:
         if self.shards is None and isinstance(output, Path):
             if given_in(self, "shard_size"):
                 raise click.UsageError("--shard-size goes with --shards, or with -o s3://...")
-            if (output / RECORD_NAME).exists():
-                raise InputError(f"--output {output}: is the folder of a run with --shards or a store")
+            if output.exists():
+                from gfgen.runtime.publish.publisher import RECORD_NAME  # which new folders do not need
+
+                if (output / RECORD_NAME).exists():
+                    raise InputError(f"--output {output}: is the folder of a run with --shards or a store")
             return None
+        from gfgen.runtime.publish.publisher import Publisher
+
         names = ("watch", "on_file", "force", "overwrite")
         if name := given_in(given, *names) or given_in(given.cluster, "ray"):
             raise click.UsageError(f"{name} goes with files in a folder; leave out --shards and s3://")
@@ -257,83 +261,3 @@ def _resources(text: str | None) -> Mapping[str, float]:
     if not isinstance(found, dict) or not all(type(least) in (int, float) for least in found.values()):
         raise InputError(f'--ray-resources {text}: JSON like {{"h200": 1}} is accepted')
     return found
-
-
-MAX_SHOWN_CHARS = 300
-
-
-class FileHook(Afterwards):
-    """Runs a command for each finished job."""
-
-    def __init__(self, command: str, output_dir: Path, *, limit_s: float) -> None:
-        super().__init__("--on-file")
-        self._command, self._output_dir, self._limit_s = command, output_dir, limit_s
-
-    def finish(self, *, is_stopped: bool) -> None:
-        """Wait for the commands of all finished jobs, or of a stopped run for the one that runs."""
-        self._is_over = is_stopped
-        num_left = self._todo.qsize() if is_stopped else 0
-        self.wait()
-        if num_left:
-            logger.warning(
-                "--on-file was not run for %s, because the run was stopped", counted(num_left, "job")
-            )
-
-    def take(self, outcome: JobOutcome) -> None:
-        info = outcome.info
-        variables = {
-            "JOB_ID": info.job_id,
-            "FILE": str(self._output_dir.absolute() / outcome.file_names[0]),
-            "PROMPT": info.spec.prompt,
-            "SEED": str(info.spec.seed),
-            "TAG": info.spec.tag or "",
-            "OUTPUT": str(self._output_dir.absolute()),
-        }
-        run_hook("--on-file", self._command, variables, limit_s=self._limit_s, what=f"job {info.job_id}")
-
-
-def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:
-    variables = {
-        "STATUS": status,
-        "DONE": str(summary.num_done),
-        "FAILED": str(summary.num_failed),
-        "SKIPPED": str(summary.num_skipped),
-        "UNFINISHED": str(summary.num_unfinished),
-        "OUTPUT": str(output_dir.absolute()),
-    }
-    run_hook("--on-done", command, variables, limit_s=limit_s, what="the run")
-
-
-def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
-    """Run a shell command with GFGEN_ variables, its output in a file: `CMD &` would keep a pipe open."""
-    values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
-    with tempfile.TemporaryFile() as output:
-        try:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", command],
-                env={**environment_of_others(), **values},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:  # such as a prompt longer than an environment may be
-            logger.error("%s for %s could not start: %s", option, what, error.strerror)
-            return False
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            logger.error("%s for %s took longer than %s and was killed", option, what, in_words(limit_s))
-            return False
-        output.seek(max(output.seek(0, os.SEEK_END) - 4 * MAX_SHOWN_CHARS, 0))
-        text = " ".join(output.read().decode("utf-8", "replace").split())[-MAX_SHOWN_CHARS:]
-    if process.returncode != 0:
-        logger.error(
-            "%s for %s failed with status %d%s", option, what, process.returncode, text and f": {text}"
-        )
-        return False
-    logger.debug("%s for %s: %s", option, what, text or "done")
-    return True

@@ -19,7 +19,7 @@ from gfgen import log
 from gfgen.cli import options as opt
 from gfgen.cli.config import own_recipes
 from gfgen.cli.remote.server import is_loopback
-from gfgen.cli.run_files import ClusterOptions, session_of
+from gfgen.cli.run_files import ClusterOptions, options_of, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.errors import InputError, InterruptedRunError
@@ -173,7 +173,7 @@ class Arguments:
     policy: str = opt.policy_option()
     lookahead: float = opt.lookahead_option()
     batch: int = opt.batch_option()
-    grace: float = opt.grace_option()
+    grace_s: float = opt.grace_option()
     max_step_time: float = opt.max_step_time_option(default="10m", show_default="10m")
     bounds: JobBounds = opt.group(
         JobBounds,
@@ -221,16 +221,11 @@ def serve(given: Arguments) -> int:
     check_packages(SERVING)
     connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
     cluster = context.with_resource(connected)
-    options = ServeOptions(
+    options = options_of(
+        ServeOptions,
+        given,
+        cluster,
         output_dir=given.output,
-        cluster=cluster,
-        ranks=given.ranks.found() if cluster is None else cluster.ranks,
-        policy=load_policy(given.policy),
-        lookahead_s=given.lookahead / 1000,
-        batch=given.batch,
-        grace_s=given.grace,
-        host=given.host,
-        port=given.port,
         front=FrontSettings(
             output_dir=given.output.absolute(),
             api_key=given.api_key,
@@ -271,10 +266,10 @@ def serve_models(options: ServeOptions) -> None:
         with contextlib.suppress(OSError):  # then gfgen status needs the URL
             write_live(options.output_dir, {"url": url_of(options.host, options.port)})
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
-        found = [session.admission.models.find(name) for name in options.models]
+        known, memory = session.admission.models, session.admission.memory
+        found = [known.find(name) for name in options.models]
         checkpoints = [model.checkpoint for model in found]
-        session.admission.models.precision.tell_of_other_models(checkpoints)
-        memory = session.admission.memory
+        known.precision.tell_of_other_models(checkpoints)
         memory.patches.serve(options.loras, checkpoints, memory)
         try:
             session.load([], models=options.models)
@@ -296,11 +291,8 @@ def serve_models(options: ServeOptions) -> None:
 
 
 def usual_jobs(models: Sequence[ServedModel], admit: Admit) -> Sequence[AdmittedJob]:
-    specs = [
-        JobSpec(id=f"usual-{number}", prompt="as usual", model=model.id, **model.limited)
-        for number, model in enumerate(models)
-    ]
-    admitted, _ = admit(specs)
+    usual: list[dict[str, Any]] = [{"prompt": "as usual", "model": x.id, **x.limited} for x in models]
+    admitted, _ = admit([JobSpec(id=f"usual-{number}", **each) for number, each in enumerate(usual)])
     return admitted
 
 
@@ -315,13 +307,13 @@ def serve_on(
 ) -> None:
     """Run the control loop, first with the jobs of the store, which `admit_again` admits, until the stop."""
     options, clock = session.options, Clock()
-    device = options.ranks.gpu_name or options.ranks.devices.kind
+    device, num_ranks = options.ranks.gpu_name or options.ranks.devices.kind, session.num_own_ranks
     info = RunInfo(
         admit=admit,
         admit_again=admit_again,
         models=tuple(models),
         device=device,
-        num_ranks=session.num_own_ranks,
+        num_ranks=num_ranks,
         policy=options.policy.name,
         started_at=clock.started_at,
     )
@@ -333,7 +325,6 @@ def serve_on(
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     if session.residency is not None:
         session.residency.note(todo)
-    num_ranks = session.num_own_ranks
     ranks = counted(num_ranks, "rank") if num_ranks else "the ranks of nodes"
     logger.info("ready: %s (%s), policy %s", ranks, device, options.policy.name)
     arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, on_turn=bridge.turned)

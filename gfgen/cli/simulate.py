@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,12 @@ def _place(num_ranks: int, counts: Sequence[int], num_nodes: int | None, nodes: 
 
 
 def _machines(counts: Sequence[int], nodes: Sequence[int] | None) -> str:
-    ranks = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
-    if nodes is None:
-        return ranks
-    return f"{counted(nodes[0], 'node') if len(nodes) == 1 else f'{_listed(nodes)} nodes'} with {ranks}"
+    def several(numbers: Sequence[int], noun: str) -> str:
+        *others, last = numbers
+        return f"{', '.join(map(str, others))} and {last} {noun}s" if others else counted(last, noun)
+
+    ranks = several(counts, "rank")
+    return ranks if nodes is None else f"{several(nodes, 'node')} with {ranks}"
 
 
 def _simulate(
@@ -212,8 +214,15 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
             check_own(folder / MANIFEST_NAME)
             if _is_of_a_run(folder):
                 raise InputError(f"--output {folder}: contains files of a run; name another folder")
-        if output is not None:
-            _clear(output, held)
+        earlier = [] if output is None else [output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")]
+        for manifest in earlier:  # which must not be compared with this one
+            folder = manifest.parent
+            if read_manifest(manifest) and (folder in held or not _is_of_a_run(folder)):
+                with contextlib.nullcontext() if folder in held else hold_folder(folder):
+                    manifest.unlink()
+                    (folder / TRACE_NAME).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it contains other files, or is held
+                    folder.rmdir()
         yield
 
 
@@ -222,20 +231,6 @@ def _is_of_a_run(folder: Path) -> bool:
     if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
         return True
     return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
-
-
-def _clear(output: Path, held: Collection[Path]) -> None:
-    """Remove earlier simulations, which must not be compared with this one."""
-    for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
-        folder = manifest.parent
-        if not read_manifest(manifest) or (folder not in held and _is_of_a_run(folder)):
-            continue
-        with contextlib.nullcontext() if folder in held else hold_folder(folder):
-            manifest.unlink()
-            (folder / TRACE_NAME).unlink(missing_ok=True)
-        if folder not in held:
-            with contextlib.suppress(OSError):  # it contains other files
-                folder.rmdir()
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
@@ -260,7 +255,11 @@ def _report(
     if as_json:
         content = {
             "profile": {"device": profile.device, "date": profile.date, "source": profile.source},
-            "runs": [_run_as_json(name, run) for name, run in runs],
+            "runs": [
+                {"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.summary.policy_fault}
+                | {"name": name, **run.summary.as_json()}
+                for name, run in runs
+            ],
             "memory": turns,
             "doubts": doubts,
             "failures": list(failures),
@@ -277,15 +276,6 @@ def _report(
         click.echo(turns)
     if doubts:
         click.echo(f"Uncertain: {doubts}")
-
-
-def _run_as_json(name: str, run: Simulated) -> dict[str, Any]:
-    about = {"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.summary.policy_fault}
-    return {**about, "name": name, **run.summary.as_json()}
-
-
-def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,29 +349,16 @@ def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
     room = assumed.room(source)
-    window = PlanWindow(started_at, by_s, assumed.batch)
-    names = [load_policy(text).name for text in given.policies]
-    made, profile, turns = _made(room, names, given, window)
-    most_shared = None
-    if nodes is not None and nodes.num_ranks > profile.num_ranks:
-        most = counted(profile.num_ranks, "rank")
-        most_shared = f"A step uses at most {most} here: the profile has no times of more."
-    unseen = prediction.unseen_shapes(profile, room.jobs)
-    return FoundPlan(made, profile, {"unseen": unseen, "most_shared": most_shared, "memory": turns})
-
-
-def _made(
-    room: prediction.SimulatedMemory, policies: Sequence[str], given: PlanArguments, window: PlanWindow
-) -> tuple[Plan, Profile, str | None]:
-    jobs, ranks, nodes, path = room.jobs, given.ranks, given.nodes, given.assumed.profile
+    jobs, policies, path = room.jobs, [load_policy(text).name for text in given.policies], assumed.profile
     if nodes is None:
         num_ranks = max(ranks or prediction.default_ranks(path, jobs))
         profile = prediction.choose_profile(path, jobs, num_ranks=num_ranks)
     else:
         num_ranks, profile = nodes.num_ranks, prediction.profile_of_nodes(path, jobs, nodes)
     on = prediction.machine(profile, jobs, num_ranks=num_ranks)
-    with _progress() as progress:
-        about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window, progress=progress)
+    window = PlanWindow(started_at, by_s, assumed.batch)
+    about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window)
+    with _progress() as about["progress"]:
         if nodes is None:
             counts = ranks or range(1, profile.num_ranks + 1)
             usual = [name for name in BUILT_IN if name not in NO_CHOICE]
@@ -391,7 +368,16 @@ def _made(
         else:
             made = NodePlanner(nodes=nodes, **about).plan(policies or ON_NODES)
             on = f"{counted(nodes.number, 'node')} of {on}"
-    return replace(made, machine=on), profile, room.in_words(num_ranks, profile)
+    most_shared = None
+    if nodes is not None and nodes.num_ranks > profile.num_ranks:
+        most = counted(profile.num_ranks, "rank")
+        most_shared = f"A step uses at most {most} here: the profile has no times of more."
+    notes = {
+        "unseen": prediction.unseen_shapes(profile, jobs),
+        "most_shared": most_shared,
+        "memory": room.in_words(num_ranks, profile),
+    }
+    return FoundPlan(replace(made, machine=on), profile, notes)
 
 
 @contextlib.contextmanager

@@ -105,9 +105,8 @@ def judge(
     parsed = parse(source, admission.models.default, has_bar=has_bar, is_whole=is_whole)
     done = None if claims is None else claims.done
     if claims is not None and parsed.num_done and claims.depend_on_all(parsed.specs):
-        parsed = parse(
-            replace(source, index=None), admission.models.default, has_bar=has_bar, is_whole=is_whole
-        )
+        source = replace(source, index=None)
+        parsed = parse(source, admission.models.default, has_bar=has_bar, is_whole=is_whole)
     specs, problems = parsed.specs, list(parsed.problems)
     kept: list[AdmittedJob] | Packed[AdmittedJob] = [] if len(specs) <= FEW else Packed(JOBS)
     shown, num_colliding = with_bar(specs, "checking", is_shown=has_bar, unit=" jobs", total=len(specs)), 0
@@ -311,8 +310,6 @@ def find_weightless(name: str) -> ResolvedModel:
     return ResolvedModel(name, configs, weightless_geometry(configs))
 
 
-logger = logging.getLogger(__name__)
-
 SAFE_BYTES = 75
 """No text encoder keeps fewer tokens, and a token has a byte or more."""
 Answers = dict[str, dict[str, Any]]
@@ -345,7 +342,8 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool =
             unchecked[path] = answer["error"]
         else:
             known[path] = {name: known[path][name] | answer[name] for name in known[path]}
-            _keep(path, known[path])
+            with contextlib.suppress(OSError):  # then it is asked again
+                write_whole(_place(path), json.dumps(known[path]))
     judged: dict[str, AdmittedJob | Problem] = {}
     for path, own in groups.items():
         calls = known[path]["calls"]
@@ -414,16 +412,7 @@ def _place(checkpoint: Path) -> Path:
 
 
 def _read(checkpoint: Path) -> Answers:
-    try:
-        found: Answers = json.loads(_place(checkpoint).read_text())
-    except (OSError, ValueError):
-        return {"calls": {}, "texts": {}}
+    found: Answers = {"calls": {}, "texts": {}}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(_place(checkpoint).read_text())
     return found
-
-
-def _keep(checkpoint: Path, known: Answers) -> None:
-    path = _place(checkpoint)
-    try:
-        write_whole(path, json.dumps(known))
-    except OSError as error:
-        logger.debug("%s cannot be written: %s", path, error)

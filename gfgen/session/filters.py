@@ -1,7 +1,8 @@
-"""`--keep-if`: a function of the user keeps or drops each result, or wants it again with the next seed.
+"""What the user has done with finished files: commands (`--on-file`, `--on-done`), and a filter.
 
-It runs in a process of its own, so neither ranks nor the end of a stopped run wait for it. A result has its
-line in the manifest before it is judged, and another one with the decision after.
+`--keep-if`: a function of the user keeps or drops each result, or wants it again with the next seed. It runs
+in a process of its own, so neither ranks nor the end of a stopped run wait for it. A result has its line in
+the manifest before it is judged, and another one with the decision after.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import logging
 import math
 import os
 import queue
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import GfgenError, InputError, RunError, in_one_line
+from gfgen.models.ahead.pool import environment_of_others
 from gfgen.policies.catalog import function_named
 from gfgen.runtime.core.admission import AdmittedJob, with_attempt
 from gfgen.runtime.core.metrics import Summary
@@ -177,6 +183,88 @@ class Filter(Afterwards):
             self._again.append(with_attempt(job, line))
         elif decision == "keep" and self._then is not None:
             self._then.ended(replace(outcome, status="done"))
+
+
+# Commands of --on-file and --on-done ---------------------------------------------------------
+
+MAX_SHOWN_CHARS = 300
+
+
+class FileHook(Afterwards):
+    """Runs a command for each finished job."""
+
+    def __init__(self, command: str, output_dir: Path, *, limit_s: float) -> None:
+        super().__init__("--on-file")
+        self._command, self._output_dir, self._limit_s = command, output_dir, limit_s
+
+    def finish(self, *, is_stopped: bool) -> None:
+        """Wait for the commands of all finished jobs, or of a stopped run for the one that runs."""
+        self._is_over = is_stopped
+        num_left = self._todo.qsize() if is_stopped else 0
+        self.wait()
+        if num_left:
+            logger.warning(
+                "--on-file was not run for %s, because the run was stopped", counted(num_left, "job")
+            )
+
+    def take(self, outcome: JobOutcome) -> None:
+        info = outcome.info
+        variables = {
+            "JOB_ID": info.job_id,
+            "FILE": str(self._output_dir.absolute() / outcome.file_names[0]),
+            "PROMPT": info.spec.prompt,
+            "SEED": str(info.spec.seed),
+            "TAG": info.spec.tag or "",
+            "OUTPUT": str(self._output_dir.absolute()),
+        }
+        run_hook("--on-file", self._command, variables, limit_s=self._limit_s, what=f"job {info.job_id}")
+
+
+def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: str, limit_s: float) -> None:
+    variables = {
+        "STATUS": status,
+        "DONE": str(summary.num_done),
+        "FAILED": str(summary.num_failed),
+        "SKIPPED": str(summary.num_skipped),
+        "UNFINISHED": str(summary.num_unfinished),
+        "OUTPUT": str(output_dir.absolute()),
+    }
+    run_hook("--on-done", command, variables, limit_s=limit_s, what="the run")
+
+
+def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
+    """Run a shell command with GFGEN_ variables, its output in a file: `CMD &` would keep a pipe open."""
+    values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                env={**environment_of_others(), **values},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # such as a prompt longer than an environment may be
+            logger.error("%s for %s could not start: %s", option, what, error.strerror)
+            return False
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            logger.error("%s for %s took longer than %s and was killed", option, what, in_words(limit_s))
+            return False
+        output.seek(max(output.seek(0, os.SEEK_END) - 4 * MAX_SHOWN_CHARS, 0))
+        text = " ".join(output.read().decode("utf-8", "replace").split())[-MAX_SHOWN_CHARS:]
+    if process.returncode != 0:
+        logger.error(
+            "%s for %s failed with status %d%s", option, what, process.returncode, text and f": {text}"
+        )
+        return False
+    logger.debug("%s for %s: %s", option, what, text or "done")
+    return True
 
 
 # In the process -------------------------------------------------------------------------------

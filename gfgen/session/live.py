@@ -16,7 +16,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ MAX_FORECAST_JOBS = 300
 """With more open jobs the run's end is predicted from the sum of their work, since the loop waits for it."""
 MAX_AT_ONCE = 32
 """Jobs cancelled in one turn of the loop."""
-SUM_S = 10.0
 _WAKE = b"\n"
 
 
@@ -62,10 +61,8 @@ class LiveRun(Observer):
         self._unwanted: deque[str] = deque()
         self._is_closed = False
         self._rows: dict[str, Any] = {"ends_at": None, "ranks": [], "jobs": []}
-        self._next_sum_s = 0.0
-        self._many_end_at: float | None = None
-        self._written = ""
-        self._is_given_up = False
+        self._written: str | None = ""
+        """None: it cannot be written any more."""
         self._rest = b""
         """The beginning of a request."""
         self._fd = -1
@@ -74,16 +71,16 @@ class LiveRun(Observer):
         except OSError as error:
             logger.info("no requests from outside: this file system has no pipes (%s)", error.strerror)
 
-    @property
-    def takes_requests(self) -> bool:
-        return self._fd >= 0
-
     def fileno(self) -> int:
+        """Negative if it takes no requests."""
         return self._fd
 
     def take_events(self, now_s: float) -> Sequence[Event]:
         """The requests as events, a limited number in each turn."""
-        for line in self._lines():
+        with contextlib.suppress(BlockingIOError):
+            self._rest += os.read(self._fd, 65536)
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in filter(None, lines):
             try:
                 request = json.loads(line)
                 self._cancel(list(map(str, request["cancel"])), key=str(request["request"]))
@@ -94,12 +91,6 @@ class LiveRun(Observer):
             with contextlib.suppress(BlockingIOError):  # full of requests: these wake the loop, too
                 os.write(self._fd, _WAKE)
         return [events.JobCancelled(now_s, job_id) for job_id in taken]
-
-    def _lines(self) -> Iterator[bytes]:
-        with contextlib.suppress(BlockingIOError):
-            self._rest += os.read(self._fd, 65536)
-        *lines, self._rest = self._rest.split(b"\n")
-        return filter(None, lines)
 
     def _cancel(self, patterns: Sequence[str], *, key: str) -> None:
         found: dict[str, None] = {}
@@ -174,25 +165,22 @@ class LiveRun(Observer):
             "recent": list(self._recent),
             "answers": list(self._answers),
         }
-        if self._is_given_up or (text := json.dumps(record)) == self._written:
+        if self._written in (None, text := json.dumps(record)):
             return
         self._written = text
         try:
             write_live(self._folder, record | {"written_at": round(time.time(), 3)})
         except OSError as error:
-            self._is_given_up = True
+            self._written = None
             logger.warning("gfgen status shows no more of this run: %s", error)
 
     def _ends_at(self, snapshot: Snapshot, predicted: Forecast) -> float | None:
-        """When the run ends; of many jobs by the sum of their work, which is renewed every SUM_S."""
+        """When the run ends; of many jobs by the sum of their work."""
         if predicted.ends_s or not (snapshot.open or snapshot.busy):
             return self._moment(predicted.end_s)
-        if snapshot.now_s >= self._next_sum_s:
-            self._next_sum_s = snapshot.now_s + SUM_S
-            views = itertools.chain(snapshot.open.values(), snapshot.busy.values())
-            work_s = sum(view.remaining_s for view in views) + snapshot.unseen_s
-            self._many_end_at = self._moment(snapshot.now_s + work_s / max(1, len(snapshot.ranks)))
-        return self._many_end_at
+        views = itertools.chain(snapshot.open.values(), snapshot.busy.values())
+        work_s = sum(view.remaining_s for view in views) + snapshot.unseen_s
+        return self._moment(snapshot.now_s + work_s / max(1, len(snapshot.ranks)))
 
     def _moment(self, time_s: float | None) -> float | None:
         return None if time_s is None or time_s == float("inf") else round(self._started_at + time_s, 1)
@@ -216,9 +204,7 @@ class LiveRun(Observer):
         return running
 
     def _rank_rows(self, snapshot: Snapshot, running: Mapping[str, RunningTask]) -> list[dict[str, Any]]:
-        tasks: dict[int, RunningTask] = {}
-        for each in running.values():
-            tasks = dict.fromkeys(each.layout.ranks, each) | tasks
+        tasks = {rank: each for each in reversed([*running.values()]) for rank in each.layout.ranks}
         living = {view.rank for view in snapshot.ranks}
         return [
             {

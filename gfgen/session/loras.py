@@ -149,9 +149,8 @@ class Loras:
         try:
             self.fits.look((job.checkpoint, patch.sha256, Path(patch.path)) for job, patch in asked)
         except ModelError as error:
-            why = Problem.of("lora", None, str(error))
-            kept = [job for job in jobs if not job.spec.patches]
-            return kept, [replace(why, line=job.spec.line) for job in jobs if job.spec.patches]
+            refused = [Problem(job.spec.line, "lora", None, str(error)) for job in jobs if job.spec.patches]
+            return [job for job in jobs if not job.spec.patches], refused
         kept, problems, known = [], list[Problem](), dict[object, Problem | tuple[Warned, ...]]()
         for job in jobs:
             found = []

@@ -31,8 +31,6 @@ from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_file import NO_PROFILE
 from gfgen.runtime.predict.profile_store import find_profile
-from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission, Models
 from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.system import machine
@@ -42,6 +40,7 @@ from gfgen.system.wording import counted
 
 if TYPE_CHECKING:
     from gfgen.models.ahead.pool import Compiling, Uses
+    from gfgen.runtime.processes.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +236,9 @@ def ready_pool(
 
     `worker_main` replaces the workers' program. Kernels are for `jobs`, or for whatever the models can do.
     """
+    from gfgen.runtime.processes.pool import WorkerPool
+    from gfgen.runtime.processes.starting import wait_ready
+
     machine.check_limits(ranks.num_ranks)
     if worker_main is None:
         check_packages(COMPUTING)

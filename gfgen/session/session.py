@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import InputError, ModelError, OutputError
 from gfgen.job.reader import JobSource
@@ -25,11 +24,8 @@ from gfgen.layout import Degrees
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.backlog import Backlog
-from gfgen.runtime.control.control import Control, Intake, Steering
-from gfgen.runtime.control.decider import Chooser
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
-from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob, admit, check_batch, families_of
 from gfgen.runtime.core.events import Clock
 from gfgen.runtime.core.metrics import Summary
@@ -45,17 +41,18 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import find_profile, keep_measured, runs_path
-from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.runtime.processes.workers import JobMemory, ProcessBackend, Requests, WarmUps
-from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.session.admission import Admission, jobs_to_run, judge, warn_of_passed_deadlines
-from gfgen.session.live import LiveRun
 from gfgen.session.ranks import Ranks, made_with, ready_pool
-from gfgen.session.warming import choose_kernels, warm_up, warm_ups_of
 from gfgen.system.linefile import FULL
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from gfgen.runtime.control.control import Control, Intake
+    from gfgen.runtime.control.decider import Chooser
+    from gfgen.runtime.processes.pool import WorkerPool
+    from gfgen.runtime.processes.workers import Requests, WarmUps
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +135,8 @@ class Session:
         self._lock = self._stack.enter_context(_held_folder(self.options.output_dir))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     @functools.cached_property
     def signals(self) -> SignalPipe:
@@ -177,8 +172,12 @@ class Session:
         are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
         Raises: InputError when a model does not fit; WorkerError; InterruptedRunError.
         """
+        from gfgen.session.warming import choose_kernels
+
         options = self.options
-        _remove_leftovers_below(options.output_dir, jobs)
+        for below in {(options.output_dir / job.info.file).parent for job in jobs} - {options.output_dir}:
+            if below.is_dir():
+                remove_leftovers(below)  # of killed runs, in the subfolders that these jobs name
         found = {name: self.admission.models.find(name) for name in models}
         named = {name: model.checkpoint for name, model in found.items()}
         families = {name: model.geometry.family for name, model in found.items()}
@@ -195,7 +194,9 @@ class Session:
         kept: Mapping[Path, int] = {}
         if self.residency is not None:
             held = self.residency.checkpoints
-            may_return = self.residency.is_needed and (bool(models) or have_turns(jobs))
+            # If each model has its turn once, a copy would cost time.
+            times = {(each.spec.arrival_s, each.spec.priority, each.spec.deadline_s) for each in jobs}
+            may_return = self.residency.is_needed and (bool(models) or len(times) > 1)
             kept = self.residency.kept = memory.kept(checkpoints) if may_return else {}
         kernels = choose_kernels(options.ranks, jobs, profile=memory.profile, output_dir=options.output_dir)
         ready = ready_pool(
@@ -215,6 +216,8 @@ class Session:
 
     def warm_up(self, jobs: Sequence[AdmittedJob], *, are_all_needed: bool = False) -> None:
         """Let GPUs prepare the tasks of these jobs, the first job's now; only of models that ranks hold."""
+        from gfgen.session.warming import warm_up
+
         if (choose := self._warm_ups(self.options)) is not None:
             held = [job for job in jobs if str(job.checkpoint) in self.pool.models.checkpoints]
             items = choose(held)
@@ -224,8 +227,9 @@ class Session:
             self._warm |= {(*kinds[item.spec.id], degrees) for item in now for degrees in item.degrees}
 
     def _warm_ups(self, options: SessionOptions) -> WarmUps | None:
-        ranks = options.ranks
-        return warm_ups_of(ranks.devices, options.policy)
+        from gfgen.session.warming import warm_ups_of
+
+        return warm_ups_of(options.ranks.devices, options.policy)
 
     def run(
         self,
@@ -254,10 +258,12 @@ class Session:
             keeps_measured=profile is None,
         )
         if options.keeps_records:
+            from gfgen.session.live import LiveRun
+
             warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=setup.start.arrived_at)
             manifest = ManifestWriter(options.output_dir / MANIFEST_NAME, made_with=self._made_with)
             live = LiveRun(options.output_dir, started_at=clock.started_at, watched=arrivals.watched)
-            if arrivals.requests is None and live.takes_requests:
+            if arrivals.requests is None and live.fileno() >= 0:
                 setup = replace(setup, arrivals=replace(arrivals, requests=live))
             observers = (manifest, *observers, live)
         seen_by = with_view([*observers, *arrivals.observers], arrivals.backlog)
@@ -286,6 +292,11 @@ class Session:
         self, jobs: Sequence[AdmittedJob], setup: RunSetup, stack: contextlib.ExitStack, **records: Any
     ) -> Control:
         """The control loop; `records` are options of `Control`. `stack` is closed after the run."""
+        from gfgen.runtime.control.control import Control, Steering  # which a refused job file never needs
+        from gfgen.runtime.control.state import State
+        from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
+        from gfgen.runtime.simulate.choosers import ThreadedChooser
+
         options, arrivals, ranks = setup.options, setup.arrivals, setup.options.ranks
         has_files = options.keeps_records or options.waits_for_space  # else another run writes them
         costs = CostModel(setup.profile, shares_cores=_share_cores(ranks))
@@ -413,12 +424,6 @@ def known_profile(ranks: Ranks) -> Profile | None:
     return profile
 
 
-def have_turns(jobs: Sequence[AdmittedJob]) -> bool:
-    """Whether a model may have to come back: otherwise each has its turn once, and a copy would cost time."""
-    specs = [job.spec for job in jobs]
-    return len({(each.arrival_s, each.priority, each.deadline_s) for each in specs}) > 1
-
-
 @contextlib.contextmanager
 def _held_folder(folder: Path) -> Iterator[int]:
     """Lock the output folder without leftovers; yields the descriptor. If it is new and empty, it goes."""
@@ -431,7 +436,11 @@ def _held_folder(folder: Path) -> Iterator[int]:
         raise kind(f"--output {folder}: {reason}; name another folder") from None
     try:
         with hold_folder(folder) as lock:
-            _find_temporary(folder)
+            try:
+                tempfile.gettempdir()
+            except OSError:  # nowhere else can this process and its children put temporary files
+                tempfile.tempdir = os.environ["TMPDIR"] = str(folder.absolute())
+                logger.warning("no folder for temporary files can be written, so %s has them", folder)
             if num_leftovers := remove_leftovers(folder):
                 logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
             yield lock
@@ -439,22 +448,6 @@ def _held_folder(folder: Path) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for each in made:
                 each.rmdir()
-
-
-def _find_temporary(folder: Path) -> None:
-    """Let this process and its children put temporary files here if there is no other place."""
-    try:
-        tempfile.gettempdir()
-    except OSError:
-        tempfile.tempdir = os.environ["TMPDIR"] = str(folder.absolute())
-        logger.warning("no folder for temporary files can be written, so %s has them", folder)
-
-
-def _remove_leftovers_below(folder: Path, jobs: Sequence[AdmittedJob]) -> None:
-    """Remove what killed runs left in the subfolders that these jobs name."""
-    for below in {(folder / job.info.file).parent for job in jobs} - {folder}:
-        if below.is_dir():
-            remove_leftovers(below)
 
 
 def try_to_write(folder: Path) -> None:

@@ -173,7 +173,9 @@ def test_ranks_are_not_started_where_a_package_is_missing(capsys, monkeypatch, t
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
     )
-    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", lambda *_, **options: pytest.fail("starts ranks"))
+    monkeypatch.setattr(
+        "gfgen.runtime.processes.pool.WorkerPool", lambda *_, **options: pytest.fail("starts ranks")
+    )
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt": "a red circle"}\n')
     code, _, err = gfgen(capsys, "run", str(jobs), "--output", str(tmp_path / "out"), "--device", "cpu")

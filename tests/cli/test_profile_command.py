@@ -52,8 +52,8 @@ def note_warm_up(pool, items, signals):
 
 @pytest.fixture
 def no_pool(monkeypatch):
-    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
-    monkeypatch.setattr("gfgen.session.ranks.wait_ready", lambda pool, signals: None)
+    monkeypatch.setattr("gfgen.runtime.processes.pool.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.runtime.processes.starting.wait_ready", lambda pool, signals: None)
     monkeypatch.setattr(command, "warm_up", note_warm_up)
 
 

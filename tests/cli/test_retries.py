@@ -135,7 +135,7 @@ def test_a_run_that_cannot_go_on_runs_the_commands_of_its_end(tmp_path, monkeypa
     session.run = lambda *_, **__: (_ for _ in ()).throw(OutputError("the disk is full"))  # type: ignore[method-assign]
     ended: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        "gfgen.cli.run.run_done_hook",
+        "gfgen.session.filters.run_done_hook",
         lambda command, summary, folder, *, status, limit_s: ended.append((status, summary.num_unfinished)),
     )
     given = SimpleNamespace(**vars(options(tmp_path, 0)), ranks=SimpleNamespace(step_times=None))

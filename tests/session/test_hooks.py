@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
-from gfgen.cli.run_files import FileHook, run_done_hook
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.session.filters import FileHook, run_done_hook
 
 
 @pytest.fixture(autouse=True)

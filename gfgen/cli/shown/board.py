@@ -29,37 +29,44 @@ class Line:
 
 
 class Board:
-    """The bars at the bottom of a terminal, the batch first; nothing raises when it is closed (EIO)."""
+    """The bars at the bottom of a terminal, the batch first; what other threads write goes above them.
 
-    def __init__(self, stream: TextIO, *, num_slots: int) -> None:
-        self._stream = stream
-        self._num_slots = num_slots
+    Nothing raises when the terminal is closed (EIO).
+    """
+
+    def __init__(self, stream: TextIO, *, num_slots: int = 0) -> None:
+        self.stream = stream
+        self.num_slots = num_slots
         self._slots: list[str | None] = []
         self._bars: list[str] = []
+        self._lock = threading.RLock()
 
-    def write(self, text: str) -> None:
-        self._show(self._bars, above=f"{_CLEAR_BELOW}{printable(text, self._stream)}\n")
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            self._show(None, above=f"{_CLEAR_BELOW}{printable(line, self.stream)}\n")
+        return len(text)
 
     def draw(self, lines: Sequence[Line]) -> None:
         """Show the batch, and as many jobs as the slots and rows allow; not while nobody reads."""
-        if not drain(self._stream, 0.0):
+        if not drain(self.stream, 0.0):
             return
-        columns, rows = terminal_size(self._stream)
+        columns, rows = terminal_size(self.stream)
         head, *jobs = lines
-        shown = [head, *self._placed(jobs, max(0, min(self._num_slots, rows - 2)))]
-        encoding = getattr(self._stream, "encoding", None) or ""
+        shown = [head, *self._placed(jobs, max(0, min(self.num_slots, rows - 2)))]
+        encoding = getattr(self.stream, "encoding", None) or ""
         bars = bars_of(shown, min(columns - 1, MAX_COLUMNS), in_ascii=not encoding.lower().startswith("utf"))
-        self._show([printable(bar, self._stream) for bar in bars])
+        self._show([printable(bar, self.stream) for bar in bars])
 
     def close(self) -> None:
         self._show([])
 
-    def _show(self, bars: Sequence[str], *, above: str = "") -> None:
-        back, text = _UP * (len(self._bars) - 1), "\n".join(f"{bar}{_CLEAR_LINE}" for bar in bars)
-        self._bars = list(bars)
-        with suppress(OSError):
-            self._stream.write(f"{back}\r{above}{text}{_CLEAR_BELOW}")
-            self._stream.flush()
+    def _show(self, bars: Sequence[str] | None, *, above: str = "") -> None:
+        """Replace the bars, unless this is None, and what is above them."""
+        with self._lock, suppress(OSError):
+            back, self._bars = _UP * (len(self._bars) - 1), self._bars if bars is None else list(bars)
+            text = "\n".join(f"{bar}{_CLEAR_LINE}" for bar in self._bars)
+            self.stream.write(f"{back}\r{above}{text}{_CLEAR_BELOW}")
+            self.stream.flush()
 
     def _placed(self, jobs: Sequence[Line], num_slots: int) -> list[Line | None]:
         by_name = {job.name: job for job in jobs[:num_slots]}
@@ -68,21 +75,6 @@ class Board:
         new = iter([name for name in by_name if name not in kept])
         self._slots = [next(new, None) if name is None else name for name in kept]
         return [None if name is None else by_name[name] for name in self._slots]
-
-
-class AboveBars:
-    def __init__(self, board: Board, lock: threading.RLock) -> None:
-        self._board = board
-        self._lock = lock
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            for line in text.splitlines():
-                self._board.write(line)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
 
 def bars_of(lines: Sequence[Line | None], columns: int, *, in_ascii: bool) -> list[str]:

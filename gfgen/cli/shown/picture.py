@@ -91,6 +91,7 @@ WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
 """Fraction of the width for the names of the runs."""
 TRACE_NAMES = ("trace.json", "*/trace.json")
+_Panel = tuple[str, str, Callable[[float], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +104,14 @@ class RunFigures:
     makespan_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    title: str
-    value: Callable[[RunFigures], float | None]
-    text: Callable[[float], str]
-    limit: float | None = None
-    """The end of the axis. None: the largest value."""
-
-
-DEADLINES = _Panel("deadlines met", lambda run: run.attainment, lambda value: f"{value:.0%}", limit=1.0)
-MAKESPAN = _Panel("makespan", lambda run: run.makespan_s, in_words)
-OTHERS = (
-    _Panel("mean latency", lambda run: run.mean_s, in_words),
-    _Panel("P95 latency", lambda run: run.p95_s, in_words),
-    _Panel("jobs a minute", lambda run: run.jobs_per_min, lambda value: f"{value:,.2f}"),
+MAKESPAN: _Panel = ("makespan", "makespan_s", in_words)
+PANELS: tuple[_Panel, ...] = (
+    ("deadlines met", "attainment", "{:.0%}".format),
+    ("mean latency", "mean_s", in_words),
+    ("P95 latency", "p95_s", in_words),
+    ("jobs a minute", "jobs_per_min", "{:,.2f}".format),
 )
+"""Titles, names of figures and their texts."""
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
@@ -170,8 +163,8 @@ def draw_runs(runs: Sequence[RunFigures], *, title: str) -> Figure:
     """Draw a panel per number. Without deadlines the first panel shows the makespan."""
     from matplotlib.figure import Figure
 
-    first = DEADLINES if any(run.attainment is not None for run in runs) else MAKESPAN
-    panels = (first, *OTHERS)
+    has_deadlines = any(run.attainment is not None for run in runs)
+    panels = PANELS if has_deadlines else (MAKESPAN, *PANELS[1:])
     height = TOP + ROW_INCHES * len(runs) + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
     slot = (1 - NAME_WIDTH) / len(panels)
@@ -184,14 +177,16 @@ def draw_runs(runs: Sequence[RunFigures], *, title: str) -> Figure:
 
 
 def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_names: bool) -> None:
-    values = [panel.value(run) for run in runs]
-    limit = panel.limit or max([value for value in values if value is not None], default=0.0) or 1.0
+    title, name, shown = panel
+    values = [getattr(run, name) for run in runs]
+    largest = max([value for value in values if value is not None], default=0.0)
+    limit = 1.0 if name == "attainment" else largest or 1.0
     for row, value in enumerate(values):
         axes.barh(row, value or 0.0, 0.66, color=job_colour(row))
-        text = "-" if value is None else panel.text(value)
+        text = "-" if value is None else shown(value)
         axes.text((value or 0.0) + 0.03 * limit, row, text, va="center", fontsize=9)
     axes.set_xlim(0, limit)
-    axes.set_title(panel.title, fontsize=10, loc="left", pad=8)
+    axes.set_title(title, fontsize=10, loc="left", pad=8)
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.set_xticks([])
     axes.set_yticks(range(len(runs)), [run.name if has_names else "" for run in runs], fontsize=10)

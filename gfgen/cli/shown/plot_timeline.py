@@ -139,34 +139,25 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
         is_rank = lane < num_ranks
         _beside(axes, lane, f"rank {lane}" if is_rank else f"writer {lane - num_ranks}", on="left", size=9)
         if is_rank:
-            busy = _busy_s(scene.timeline, lane) / (end_s - start_s)
-            _beside(axes, lane, f"{busy:.0%} busy", on="right", size=8, colour=GREY)
+            busy_s = sum(task.duration_s for task in scene.timeline.tasks if task.lanes[0] == lane)
+            _beside(axes, lane, f"{busy_s / (end_s - start_s):.0%} busy", on="right", size=8, colour=GREY)
     axes.set_ylim(scene.num_lanes - 0.5, -0.5)
     axes.tick_params(axis="x", labelbottom=False, length=0)
     _bare(axes)
 
 
 def _draw_block(axes: Axes, block: Block, scene: PlotData) -> None:
-    from matplotlib.patches import Rectangle
-
     lightness, hatch = STAGES.get(block.stage, (1.0, ""))
-    colour = scene.colours[block.job_id]
-    thickness = LANE_HEIGHT * (0.5 if block.stage == WRITE else 1)
+    colour, is_wide = scene.colours[block.job_id], scene.inches(block.duration_s) > 0.04
     first, last = block.lanes
-    corner, size = (block.start_s, first - thickness / 2), (block.duration_s, last - first + thickness)
-    width_inches = scene.inches(block.duration_s)
-    axes.add_artist(
-        Rectangle(
-            corner,
-            *size,
-            facecolor=shaded(colour, lightness),
-            edgecolor=hatching(colour),
-            linewidth=0,
-            hatch=hatch if width_inches > 0.04 else None,
-        )
-    )
-    if width_inches > 0.04:
-        axes.add_artist(Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=0.5))
+    thickness = last - first + LANE_HEIGHT * (0.5 if block.stage == WRITE else 1)
+    bar: dict[str, Any] = {"left": block.start_s, "height": thickness}
+    face, lines = shaded(colour, lightness), hatching(colour)
+    bar |= {"facecolor": face, "edgecolor": lines, "linewidth": 0, "hatch": hatch if is_wide else None}
+    axes.barh(block.middle, block.duration_s, **bar)
+    if is_wide:
+        frame = {"fill": False, "edgecolor": "white", "linewidth": 0.5, "hatch": None}
+        axes.barh(block.middle, block.duration_s, **bar | frame)
 
 
 def _draw_layouts(axes: Axes, tasks: Sequence[Sequence[Block]], scene: PlotData, *, colour: str) -> None:
@@ -195,19 +186,10 @@ def _draw_label(axes: Axes, block: Block, scene: PlotData) -> None:
         return
     lightness, _ = STAGES.get(block.stage, (1.0, ""))
     background = shaded(scene.colours[block.job_id], lightness)
-    axes.text(
-        (block.start_s + block.end_s) / 2,
-        block.middle,
-        _cut_inside(block.job_id, fits),
-        ha="center",
-        va="center",
-        fontsize=size,
-        bbox={"facecolor": background, "edgecolor": "none", "pad": 1.0},
-        color="black" if luminance(background) > 0.3 else "white",
-        parse_math=False,
-        zorder=4,
-        clip_on=True,
-    )
+    place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4, "parse_math": False}
+    place |= {"clip_on": True, "bbox": {"facecolor": background, "edgecolor": "none", "pad": 1.0}}
+    colour, middle_s = "black" if luminance(background) > 0.3 else "white", (block.start_s + block.end_s) / 2
+    axes.text(middle_s, block.middle, _cut_inside(block.job_id, fits), fontsize=size, color=colour, **place)
 
 
 def _draw_rows(axes: Axes, scene: PlotData) -> None:
@@ -266,26 +248,12 @@ def _verdict(job: TracedJob) -> tuple[str, str]:
 
 
 def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: float) -> None:
-    figure.text(
-        AXES_LEFT,
-        1 - 0.25 / height,
-        title or _title(scene.timeline, scene.span),
-        fontsize=13,
-        weight="bold",
-        va="center",
-        parse_math=False,
-    )
-    figure.legend(
-        handles=list(_legend(scene)),
-        loc="center left",
-        bbox_to_anchor=(AXES_LEFT - 0.005, 1 - 0.6 / height),
-        ncols=12,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.6,
-        columnspacing=1.4,
-        borderpad=0,
-    )
+    title = title or _title(scene.timeline, scene.span)
+    style: dict[str, Any] = {"fontsize": 13, "weight": "bold", "va": "center", "parse_math": False}
+    figure.text(AXES_LEFT, 1 - 0.25 / height, title, **style)
+    place = {"loc": "center left", "bbox_to_anchor": (AXES_LEFT - 0.005, 1 - 0.6 / height)}
+    style = {"ncols": 12, "frameon": False, "fontsize": 8, "borderpad": 0}
+    figure.legend(handles=list(_legend(scene)), handlelength=1.6, columnspacing=1.4, **place, **style)
 
 
 def _legend(scene: PlotData) -> Iterator[Artist]:
@@ -313,9 +281,7 @@ def _legend(scene: PlotData) -> Iterator[Artist]:
 
 def _title(timeline: Timeline, span: tuple[float, float]) -> str:
     makespan_s = span[1] - span[0]
-    busy = sum(_busy_s(timeline, rank) for rank in range(timeline.num_ranks)) / (
-        timeline.num_ranks * makespan_s
-    )
+    busy = sum(task.duration_s for task in timeline.tasks) / (timeline.num_ranks * makespan_s)
     jobs = timeline.jobs.values()
     text = f"{counted(len(jobs), 'job')} on {counted(timeline.num_ranks, 'rank')}"
     text = (f"{timeline.policy}: " if timeline.policy else "") + text
@@ -336,10 +302,6 @@ def _span(timeline: Timeline) -> tuple[float, float]:
     return min(starts), max(*ends, min(starts) + 1e-6)
 
 
-def _busy_s(timeline: Timeline, rank: int) -> float:
-    return sum(task.duration_s for task in timeline.tasks if task.lanes[0] == rank)
-
-
 def _bare(axes: Axes) -> None:
     axes.set_yticks([])
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -350,19 +312,9 @@ def _bare(axes: Axes) -> None:
 def _beside(
     axes: Axes, y: float, text: str, *, on: Literal["left", "right"], size: float, colour: str = "black"
 ) -> None:
-    axes.annotate(
-        text,
-        xy=(0 if on == "left" else 1, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(-8 if on == "left" else 8, 0),
-        textcoords="offset points",
-        ha="right" if on == "left" else "left",
-        va="center",
-        fontsize=size,
-        color=colour,
-        parse_math=False,
-        annotation_clip=False,
-    )
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "parse_math": False}
+    x, side = (-0.01, "right") if on == "left" else (1.01, "left")
+    axes.text(x, y, text, ha=side, fontsize=size, color=colour, **place)
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -74,16 +74,19 @@ def profile_of_nodes(path: Path | None, jobs: Sequence[AdmittedJob], nodes: Node
             )
         fit = [each for each in known if each.knows(jobs)] or known
         profile = max(fit, key=lambda each: each.num_ranks)
-    else:
-        profile = _opened(path, jobs, num_ranks=nodes.num_ranks)
-    check_profile(profile, jobs, num_ranks=1)
-    return profile
+        check_profile(profile, jobs, num_ranks=1)
+        return profile
+    return choose_profile(path, jobs, num_ranks=nodes.num_ranks, least=1)
 
 
-def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
+def choose_profile(
+    path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int, least: int | None = None
+) -> Profile:
     """The profile in the file, this machine's, or a shipped one. Raises: InputError if none can predict."""
-    profile = _opened(path, jobs, num_ranks=num_ranks)
-    check_profile(profile, jobs, num_ranks=num_ranks)
+    known = _fitting(path, jobs)
+    found = first_fitting(known, jobs, num_ranks=num_ranks)
+    profile = found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
+    check_profile(profile, jobs, num_ranks=least or num_ranks)
     return profile
 
 
@@ -100,8 +103,8 @@ def known_here(jobs: Sequence[AdmittedJob], ranks: Ranks) -> Profile | None:
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
     """The default of `gfgen run`, or fewer if no profile has as many."""
-    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    return (min(DEFAULT_RANKS, max(each.num_ranks for each in known or [open_profile(path)])),)
+    known = _fitting(path, jobs) or [open_profile(path)]
+    return (min(DEFAULT_RANKS, max(each.num_ranks for each in known)),)
 
 
 def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
@@ -122,22 +125,18 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
     gpu = gpu_name()
     is_of_gpu = gpu is not None and is_named(profile.device, gpu)
     is_here = not is_shipped and (is_of_gpu or profile.device == cpu_name())
-    notes = [_basis(profile, jobs, is_here=is_here)]
+    models = {job.model_in(profile.models) for job in jobs}
+    found = {row.basis for row in profile.rows if row.model in models}
+    notes = ["scaled from another machine, not measured"]
+    if "measured" in found:
+        notes = ["measured here" if is_here else "measured on another machine"]
+    elif "runs" in found:
+        notes = ["measured by runs here" + (", the rest scaled" if "scaled" in found else "")]
     if "core" in profile.device:
         return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
     if not is_of_gpu:
         notes.append("this machine has no GPU" if gpu is None else f"this machine has {gpu}")
     return f"{num_ranks} x {profile.device} ({'; '.join(notes)})"
-
-
-def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
-    models = {job.model_in(profile.models) for job in jobs}
-    found = {row.basis for row in profile.rows if row.model in models}
-    if "measured" in found:
-        return "measured here" if is_here else "measured on another machine"
-    if "runs" in found:
-        return "measured by runs here" + (", the rest scaled" if "scaled" in found else "")
-    return "scaled from another machine, not measured"
 
 
 @cache
@@ -150,11 +149,9 @@ def describe(profile: Profile) -> str:
     return f"the profile of {profile.device} ({profile.date})"
 
 
-def _opened(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file, this machine's or a shipped one with the models and the most ranks needed."""
-    known = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
-    found = first_fitting(known, jobs, num_ranks=num_ranks)
-    return found or max(known, key=lambda each: each.num_ranks, default=None) or open_profile(path)
+def _fitting(path: Path | None, jobs: Sequence[AdmittedJob]) -> list[Profile]:
+    """Without a file: this machine's profiles and shipped ones that have the models."""
+    return [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
 
 
 def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:

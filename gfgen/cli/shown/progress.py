@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, TextIO
 
 from gfgen import log
-from gfgen.cli.shown.board import AboveBars, Board, Line, has_cursor
+from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
@@ -24,10 +23,9 @@ from gfgen.system.wording import counted, in_words, on_clock
 logger = logging.getLogger(__name__)
 
 REDRAW_S = 0.1
-TICK_S = 0.5
 FORECAST_S = 0.5
 CHEAP_FORECAST_JOBS = 64
-"""With more open jobs, forecasts are limited to one per FORECAST_S."""
+"""With more open jobs, bars are drawn every FORECAST_S."""
 SUMMARY_S = 30.0
 
 
@@ -61,132 +59,94 @@ class LineProgress(Observer):
         self._next_summary_s = SUMMARY_S
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._tell(
-            headline(self.view),
-            event="run_began",
-            jobs=self.view.num_jobs,
-            skipped=self.view.num_skipped,
-            ranks=num_ranks,
-            policy=policy,
-        )
+        counts = {"jobs": self.view.num_jobs, "skipped": self.view.num_skipped, "ranks": num_ranks}
+        self._tell(headline(self.view), event="run_began", **counts, policy=policy)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         if dispatch.task.job_id in self._started:
             return
         self._started.add(dispatch.task.job_id)
-        job_id, task, layout = dispatch.task.job_id, dispatch.task, dispatch.layout
-        what, event = f"started {job_id}", "job_started"
+        task, ranks = dispatch.task, dispatch.layout.ranks
+        what, event = f"started {task.job_id}", "job_started"
         if task.index > 0:
-            what, event = f"resumed {job_id} at {task}", "job_resumed"
-        where, node = ranks_text(layout), self.view.ranks[layout.ranks[0]].node
-        fields: dict[str, Any] = {} if node is None else {"node": node}
-        where += "" if node is None else f" of node {node}"
-        self._tell(
-            f"{what} on {where}", event=event, job=job_id, task=str(task), ranks=layout.ranks, **fields
-        )
+            what, event = f"resumed {task.job_id} at {task}", "job_resumed"
+        text, fields = f"{what} on {ranks_text(dispatch.layout)}", dict[str, Any]()
+        if (node := self.view.ranks[ranks[0]].node) is not None:
+            text, fields = f"{text} of node {node}", {"node": node}
+        self._tell(text, event=event, job=task.job_id, task=str(task), ranks=ranks, **fields)
 
     def ended(self, outcome: JobOutcome) -> None:
         self._started.discard(outcome.info.job_id)
         has_failed = outcome.status == "failed"
         if self._with_failures or not has_failed:
+            is_one = outcome.status == "done" and not outcome.files
+            known = {
+                "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
+                "met_deadline": outcome.met_deadline,
+                "file": outcome.info.file if is_one else None,
+                "files": outcome.file_names if outcome.files else None,
+                "error": outcome.error,
+            }
+            known = {name: value for name, value in known.items() if value is not None}
+            about = {"event": f"job_{outcome.status}", "job": outcome.info.job_id, **known}
             level = logging.ERROR if has_failed else logging.INFO
-            self._tell(outcome_line(outcome), level=level, **outcome_fields(outcome))
+            self._tell(outcome_line(outcome), level=level, **about)
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:
             return
         self._next_summary_s = snapshot.now_s + SUMMARY_S
-        predicted = forecast(snapshot, policy=self.view.policy)
-        self._tell(
-            progress_text(self.view, snapshot.now_s, predicted),
-            event="run_stands",
-            ended=num_ended(self.view),
-            failed=self.view.num_ended["failed"],
-            jobs=self.view.num_jobs,
-            left_s=None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1),
-        )
+        view, predicted = self.view, forecast(snapshot, policy=self.view.policy)
+        counts = {"ended": num_ended(view), "failed": view.num_ended["failed"], "jobs": view.num_jobs}
+        left_s = None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1)
+        text = progress_text(view, snapshot.now_s, predicted)
+        self._tell(text, event="run_stands", **counts, left_s=left_s)
 
     def _tell(self, line: str, *, level: int = logging.INFO, **fields: Any) -> None:
         logger.log(level, "%s", line, extra={**self._marks, **log.fields(**fields)})
 
 
 class BarProgress(Observer):
-    """A bar for the batch and for each running job, drawn by callers and a thread (`_lock`)."""
+    """A bar for the batch and for each running job; log records go above them."""
 
     refresh_s = REDRAW_S
 
     def __init__(self, stream: TextIO | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream or sys.stderr
-        self._now = now
-        self._lock = threading.RLock()
-        self._board: Board | None = None
-        self._snapshot: Snapshot | None = None
-        self._seen_at = self._drawn_at = self._predicted_at = -1e9
-        self._predicted = Forecast({}, frozenset())
-        self._closed = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
-        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._board = Board(stream or sys.stderr)
+        self._now, self._drawn_at = now, -1e9
+        self._redirected: list[logging.StreamHandler[Any]] = []
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        with self._lock:
-            self._board = Board(self._stream, num_slots=num_ranks)
-            self._board.write(headline(self.view))
-            self._redirect_log(self._board)
-        self._ticker.start()
+        board = self._board
+        board.num_slots = num_ranks
+        board.write(headline(self.view))
+        for handler in logging.getLogger("gfgen").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is board.stream:
+                self._redirected.append(handler)
+                handler.setStream(board)
 
     def ended(self, outcome: JobOutcome) -> None:
-        with self._lock:
-            if self._board is not None:
-                self._board.write(outcome_line(outcome))
+        self._board.write(outcome_line(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            self._snapshot, self._seen_at = snapshot, self._now()
-            if self._seen_at - self._drawn_at >= REDRAW_S:
-                self._draw()
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._ticker.is_alive():
-            self._ticker.join()
-        with self._lock:
-            for handler, stream in self._redirected:
-                handler.setStream(stream)
-            self._redirected.clear()
-            if self._board is not None:
-                self._board.close()
-                self._board = None
-
-    def _tick(self) -> None:
-        while not self._closed.wait(TICK_S):
-            with self._lock:
-                if self._now() - self._drawn_at >= TICK_S:
-                    self._draw()
-
-    def _draw(self) -> None:
-        if self._board is None or self._snapshot is None:
+        is_large = len(snapshot.open) + len(snapshot.busy) > CHEAP_FORECAST_JOBS
+        if self._now() - self._drawn_at < (FORECAST_S if is_large else REDRAW_S):
             return
         self._drawn_at = self._now()
-        is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS
-        if is_small or self._drawn_at - self._predicted_at >= FORECAST_S:
-            self._predicted_at = self._drawn_at
-            self._predicted = forecast(self._snapshot, policy=self.view.policy)
-        now_s = self._snapshot.now_s + self._drawn_at - self._seen_at
-        view, running = self.view, {running.task.job_id for running in self._snapshot.running}
-        text = progress_text(view, now_s, self._predicted)
-        head = Line("batch", num_ended(view), view.num_jobs, text)
-        started = sorted(view.started.values(), key=lambda last: last.task.job_id not in running)
-        shown = [(info, last) for last in started if (info := view.open.get(last.task.job_id))]
-        lines = [
-            job_line(info, last, now_s, self._predicted, is_running=info.job_id in running)
-            for info, last in shown
-        ]
-        self._board.draw([head, *lines])
+        view, running = self.view, {running.task.job_id for running in snapshot.running}
+        predicted = forecast(snapshot, policy=view.policy)
+        text = progress_text(view, snapshot.now_s, predicted)
+        lines = [Line("batch", num_ended(view), view.num_jobs, text)]
+        for job_id, last in sorted(view.started.items(), key=lambda each: each[0] not in running):
+            is_running = job_id in running
+            lines.append(job_line(view.open[job_id], last, snapshot.now_s, predicted, is_running=is_running))
+        self._board.draw(lines)
 
-    def _redirect_log(self, board: Board) -> None:
-        for handler in logging.getLogger("gfgen").handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
-                self._redirected.append((handler, handler.setStream(AboveBars(board, self._lock))))
+    def close(self) -> None:
+        for handler in self._redirected:
+            handler.setStream(self._board.stream)
+        self._redirected.clear()
+        self._board.close()
 
 
 def job_line(info: JobInfo, last: Dispatch, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
@@ -237,19 +197,6 @@ def outcome_line(outcome: JobOutcome) -> str:
         return line
     margin = in_words(abs(outcome.deadline_s - outcome.ended_s))
     return f"{line}, {margin} before its deadline" if outcome.met_deadline else f"{line}, {margin} too late"
-
-
-def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
-    known = {
-        "event": f"job_{outcome.status}",
-        "job": outcome.info.job_id,
-        "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
-        "met_deadline": outcome.met_deadline,
-        "file": outcome.info.file if outcome.status == "done" and not outcome.files else None,
-        "files": outcome.file_names if outcome.files else None,
-        "error": outcome.error,
-    }
-    return {key: value for key, value in known.items() if value is not None}
 
 
 def ranks_text(layout: Layout) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from gfgen.runtime.core.metrics import ALL_TAGS, Attainment, Latency, Summary
+from gfgen.runtime.core.metrics import ALL_TAGS, Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.simulate.planner import LateJob, Plan, PlanOption
@@ -116,33 +116,28 @@ def _option_as_json(option: PlanOption) -> dict[str, Any]:
     }
 
 
-def _late_lines(plan: Plan) -> list[str]:
+def _late_lines(plan: Plan) -> Iterator[str]:
     late = plan.best.late
-    if not late:
-        return []
-    head = "One job is late" if len(late) == 1 else f"{len(late)} jobs are late, the latest first"
-    lines = ["", f"{head}:"]
+    if late:
+        head = "One job is late" if len(late) == 1 else f"{len(late)} jobs are late, the latest first"
+        yield from ("", f"{head}:")
     for job in late[:MAX_LINES]:
         due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
-        lines.append(f"  {job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late")
+        yield f"  {job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late"
     if others := late[MAX_LINES:]:
         least, most = in_words(others[-1].late_s), in_words(others[0].late_s)
         margin = most if least == most else f"{least} to {most}"
-        lines.append(f"  and {len(others)} more, {margin} late: {_named(others)}")
-    return lines
+        yield f"  and {len(others)} more, {margin} late: {_named(others)}"
 
 
-def _failed_lines(plan: Plan) -> list[str]:
+def _failed_lines(plan: Plan) -> Iterator[str]:
     failed = plan.best.failed
-    if not failed:
-        return []
-    lines = ["", "One job fails:" if len(failed) == 1 else f"{len(failed)} jobs fail:"]
-    lines += [
-        f"  {job.job_id}: at {clock_time(plan, job.ended_s)}, {job.error}" for job in failed[:MAX_LINES]
-    ]
+    if failed:
+        yield from ("", "One job fails:" if len(failed) == 1 else f"{len(failed)} jobs fail:")
+    for job in failed[:MAX_LINES]:
+        yield f"  {job.job_id}: at {clock_time(plan, job.ended_s)}, {job.error}"
     if others := failed[MAX_LINES:]:
-        lines.append(f"  and {len(others)} more: {_named(others)}")
-    return lines
+        yield f"  and {len(others)} more: {_named(others)}"
 
 
 def _named(jobs: Sequence[LateJob | JobOutcome]) -> str:
@@ -151,27 +146,21 @@ def _named(jobs: Sequence[LateJob | JobOutcome]) -> str:
 
 def _chart(plan: Plan, options: Sequence[PlanOption], names: Sequence[str], title: str) -> list[str]:
     """A bar per option, in proportion to its duration, with `|` at the time of `--by`."""
-    longest_s = max([option.end_s for option in options])
-    scale_s = (
-        max(longest_s, plan.window.by_s or 0.0) if (plan.window.by_s or 0.0) < 3 * longest_s else longest_s
-    )
+    longest_s, by_s = max([option.end_s for option in options]), plan.window.by_s or 0.0
+    scale_s = max(longest_s, by_s) if by_s < 3 * longest_s else longest_s
     ends = [("~" if option.is_estimated else "") + clock_time(plan, option.end_s) for option in options]
     if any(option.is_estimated for option in options):
         ends = [end.rjust(max(map(len, ends))) for end in ends]
     name_width, end_width = max(map(len, [title, *names])), max(map(len, [*ends, "done by"]))
     lines = [f"{title:<{name_width}}  done by"]
     for option, name, end in zip(options, names, ends, strict=True):
-        bar = _bar(option.end_s, by_s=plan.window.by_s, scale_s=scale_s)
+        length = max(1, round(BAR_CHARS * option.end_s / scale_s)) if scale_s > 0 else 1
+        bar = ("#" * length).ljust(BAR_CHARS + 1)
+        if 0 < by_s <= scale_s:
+            mark = round(BAR_CHARS * by_s / scale_s)
+            bar = f"{bar[:mark]}|{bar[mark + 1 :]}"
         lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")
     return lines
-
-
-def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
-    length = max(1, round(BAR_CHARS * end_s / scale_s)) if scale_s > 0 else 1
-    chars = list(("#" * length).ljust(BAR_CHARS + 1))
-    if by_s is not None and 0 < by_s <= scale_s:
-        chars[round(BAR_CHARS * by_s / scale_s)] = "|"
-    return "".join(chars)
 
 
 def _enough(plan: Plan) -> str:
@@ -196,31 +185,28 @@ def table(runs: Sequence[tuple[str, Summary]]) -> list[str]:
     tags = sorted({tag for summary in summaries for tag in summary.attained} - {ALL_TAGS})
     for tag in ([ALL_TAGS] if any(summary.deadlines for summary in summaries) else []) + tags:
         name = "deadlines met" if tag == ALL_TAGS else f"  {tag}"
-        rows.append((name, *(_met(summary.attained.get(tag)) for summary in summaries)))
+        found = [summary.attained.get(tag) for summary in summaries]
+        rows.append((name, *(f"{x.num_met}/{x.num_jobs} {x.fraction:.0%}" if x else NONE for x in found)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(runs) + 1)]
     aligned = "  ".join([f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
     return [aligned.format(*row).rstrip() for row in rows]
-
-
-def _met(attained: Attainment | None) -> str:
-    return NONE if attained is None else f"{attained.num_met}/{attained.num_jobs} {attained.fraction:.0%}"
 
 
 def _changes(summary: Summary) -> str:
     return f"{summary.num_model_changes} in {in_words(summary.load_s)}" if summary.num_model_changes else NONE
 
 
-def _latency(name: str, latency: Latency | None) -> str:
-    return NONE if latency is None else in_words(getattr(latency, name))
+def _latency(name: str) -> Callable[[Summary], str]:
+    return lambda summary: NONE if summary.latency is None else in_words(getattr(summary.latency, name))
 
 
 _ROWS: dict[str, Callable[[Summary], str]] = {
     "makespan": lambda summary: in_words(summary.makespan_s),
     "jobs a minute": lambda summary: f"{summary.jobs_per_min:,.2f}",
-    "latency, mean": lambda summary: _latency("mean_s", summary.latency),
-    "latency, P50": lambda summary: _latency("p50_s", summary.latency),
-    "latency, P95": lambda summary: _latency("p95_s", summary.latency),
-    "latency, P99": lambda summary: _latency("p99_s", summary.latency),
+    "latency, mean": _latency("mean_s"),
+    "latency, P50": _latency("p50_s"),
+    "latency, P95": _latency("p95_s"),
+    "latency, P99": _latency("p99_s"),
     "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
     "moving state": lambda summary: f"{in_words(summary.moved_s)} {summary.moved_share:.1%}",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import defaultdict
@@ -72,8 +73,14 @@ def read_timeline(path: Path) -> Timeline:
             if phase == "X" and "stage" in entry["args"]:
                 blocks.append(_block(entry))
             elif phase in ("b", "e") and entry.get("cat") == "job":
-                job_id = entry["args"]["job"]
-                jobs[job_id] = _job(jobs.get(job_id, TracedJob(job_id)), entry)
+                args, time_s = entry["args"], entry["ts"] / 1e6
+                job = jobs.get(args["job"], TracedJob(args["job"]))
+                if phase == "b":
+                    new = {"prompt": args.get("prompt", ""), "arrival_s": time_s}
+                else:
+                    new = {"ended_s": time_s, "status": args["status"]}
+                    new |= {name: args.get(name) for name in ("deadline_s", "met_deadline")}
+                jobs[job.job_id] = replace(job, **new)
             elif phase == "i" and entry.get("name") == "run":
                 policy, num_ranks = entry["args"]["policy"], entry["args"]["num_ranks"]
                 is_simulated = entry["args"].get("simulated", False)
@@ -96,8 +103,11 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
         raise InputError(f"cannot read the trace {path}: {reason}") from error
     try:
         loaded = json.loads(text)
-    except ValueError:
-        loaded = list(_complete_lines(text))
+    except ValueError:  # of a run that was killed, the complete lines
+        loaded = []
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                loaded.append(json.loads(line.rstrip(",")))
     if isinstance(loaded, dict):
         loaded = loaded.get("traceEvents")
     found = loaded if isinstance(loaded, list) else []
@@ -107,32 +117,11 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
     return entries
 
 
-def _complete_lines(text: str) -> Iterator[Any]:
-    for line in text.splitlines():
-        try:
-            yield json.loads(line.rstrip(","))
-        except ValueError:
-            continue
-
-
 def _block(entry: TraceEvent) -> Block:
     args, start_us = entry["args"], entry["ts"]
     lane = entry["tid"] % MAX_WRITERS if args["stage"] == WRITE else entry["tid"]
     end_us = start_us + entry["dur"]
     return Block(args["job"], args["stage"], (lane, lane), start_us / 1e6, end_us / 1e6, args.get("dispatch"))
-
-
-def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
-    args, time_s = entry["args"], entry["ts"] / 1e6
-    if entry["ph"] == "b":
-        return replace(job, prompt=args.get("prompt", ""), arrival_s=time_s)
-    return replace(
-        job,
-        ended_s=time_s,
-        status=args["status"],
-        deadline_s=args.get("deadline_s"),
-        met_deadline=args.get("met_deadline"),
-    )
 
 
 def joined(tasks: Iterable[Block]) -> Iterator[Block]:
@@ -153,7 +142,9 @@ def merged(blocks: Iterable[Block]) -> Iterator[Block]:
     """Join consecutive blocks of a job on the same lanes, with the longest one's stage, for a label."""
     runs: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):
-        if runs and _continues(runs[-1][-1], block):
+        before = runs[-1][-1] if runs else None
+        is_same = before is not None and (before.job_id, before.lanes) == (block.job_id, block.lanes)
+        if before is not None and is_same and block.start_s - before.end_s < 0.2 * block.duration_s:
             runs[-1].append(block)
         else:
             runs.append([block])
@@ -172,8 +163,3 @@ def tasks_of_jobs(blocks: Iterable[Block]) -> dict[str, list[list[Block]]]:
 
 def lanes_of(parts: Sequence[Block]) -> list[tuple[int, int]]:
     return [part.lanes for part in parts]
-
-
-def _continues(before: Block, after: Block) -> bool:
-    is_same = before.job_id == after.job_id and before.lanes == after.lanes
-    return is_same and after.start_s - before.end_s < 0.2 * after.duration_s
