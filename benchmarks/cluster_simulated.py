@@ -61,13 +61,8 @@ class Study:
             _timed(simulated, "profiled_times", nodes_s),
         ):
             began_s = time.process_time()
-            run = simulated.simulate_nodes(
-                jobs,
-                policy=load_policy(policy),
-                num_nodes=num_nodes,
-                num_ranks=NUM_RANKS,
-                profile=self.profile,
-            )
+            sizes: Any = {"num_nodes": num_nodes, "num_ranks": NUM_RANKS}
+            run = simulated.simulate_nodes(jobs, policy=load_policy(policy), profile=self.profile, **sizes)
             driver_s = time.process_time() - began_s - nodes_s[0]
         return run, 1000 * driver_s / len(jobs)
 

@@ -105,12 +105,8 @@ def _job_s(adapter: Any, spec: JobSpec) -> dict[Stage, list[float]]:
         step_s, latents = _timed(partial(adapter.denoise, spec, prompt, condition, latents, step=step))
         steps_s.append(step_s)
     decode_s, _ = _timed(lambda: adapter.decode(spec, latents))
-    return {
-        Stage.ENCODE: [encode_s],
-        Stage.PREPARE: [prepare_s],
-        Stage.DENOISE: steps_s,
-        Stage.DECODE: [decode_s],
-    }
+    ends = {Stage.ENCODE: [encode_s], Stage.PREPARE: [prepare_s], Stage.DECODE: [decode_s]}
+    return {**ends, Stage.DENOISE: steps_s}
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from PIL import Image
 from small_checkpoints import save_checkpoint
 from small_pipelines import SIDE
 
+from benchmarks.pipelines import REGISTRY
 from gfgen.errors import JobError, ModelError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
@@ -36,13 +36,7 @@ from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import known
 from gfgen.models.stepping.adapter import load_any
-from gfgen.models.stepping.outlined import (
-    is_refusal,
-    outlined_pipeline,
-    tried,
-    usual_failure,
-    usual_jobs,
-)
+from gfgen.models.stepping.outlined import is_refusal, outlined_pipeline, tried, usual_failure, usual_jobs
 from gfgen.models.stepping.small_job import pictures, resolved, with_files
 
 LIMIT_S = 900
@@ -74,7 +68,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 """What jobs with the defaults of a call need, which those of `small_pipelines` do not have."""
 FRAMES = {"LTX2DFRPipeline": 17, "SkyReelsV2DiffusionForcingVideoToVideoPipeline": 17}
-SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames", "files")
+SAID = ("width", "height", "steps", "guidance_scale", "args", "scheduler", "sigmas", "frames")
 PROMPTS = {"BriaFiboEditPipeline": '{"edit_instruction": "a fox"}'}
 SCHEDULERS = ("LCMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "DDIMScheduler")
 
@@ -201,9 +195,8 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
         _resize(folder, SIDE, SIDE)
         usual_job = _usual_job(name, adapter, geometry, folder)
         if isinstance(geometry, PipelineGeometry):
-            outlined = load_any(
-                checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline
-            )
+            how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "load": outlined_pipeline}
+            outlined = load_any(checkpoint, geometry, **how)
             given = {"side": SIDE, "prompts": [known(usual_job.prompt)], **_fields(geometry)}
             usual, prompt = usual_failure(outlined, geometry, folder, **given)
         sizes = random.Random(seed)
@@ -220,20 +213,8 @@ def draws_of(name: str, checkpoint: Path, *, num: int, seed: int = 5) -> Draws:
             error = None if outlined is None else tried(outlined, spec, prompt=prompt)[0]
             is_refused = error is not None and is_refusal(error, usual)
             failure = _run(adapter, spec)
-            said = {"pictures": size} | {
-                key: value
-                for key in (
-                    "width",
-                    "height",
-                    "steps",
-                    "guidance_scale",
-                    "args",
-                    "scheduler",
-                    "sigmas",
-                    "frames",
-                )
-                if (value := getattr(job, key)) is not None
-            }
+            said: dict[str, Any] = {"pictures": size}
+            said |= {name: value for name in SAID if (value := getattr(job, name)) is not None}
             if is_refused:
                 made.counts["call"] += 1
                 made.refused_in_vain += [] if failure else [f"{said}: {in_one_line(error or Exception())}"]
@@ -272,8 +253,7 @@ def _run(adapter: Any, spec: JobSpec) -> str | None:
 
 def verified() -> Sequence[str]:
     """The classes that `gfgen models` lists as running."""
-    text = resources.files("gfgen.models.families").joinpath("pipelines.json").read_text()
-    listed: Mapping[str, Sequence[str]] = json.loads(text)
+    listed: Mapping[str, Sequence[str]] = json.loads(REGISTRY.read_text())
     return [name for name, (how, _) in listed.items() if how in ("in steps", "as one task")]
 
 
@@ -299,11 +279,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             signal.alarm(options.limit)
             try:
-                made = draws_of(
-                    name,
-                    save_checkpoint(name, Path(folder) / name, changes=CHANGES.get(name)),
-                    num=options.draws,
-                )
+                checkpoint = save_checkpoint(name, Path(folder) / name, changes=CHANGES.get(name))
+                made = draws_of(name, checkpoint, num=options.draws)
             except (Exception, _TooLongError) as error:  # such as no small checkpoint
                 notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
                 print(notes[-1], flush=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -15,10 +14,10 @@ import click
 from benchmarks import elasticity_cases as bench
 from benchmarks import elasticity_rows as table
 from benchmarks.bare import WORKER_MAIN
-from benchmarks.measured import is_wanted
+from benchmarks.measured import is_wanted, keep
 from gfgen import log
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, group, takes
+from gfgen.cli.options import FiniteRange, RankOptions, group, takes
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostModel
@@ -37,21 +36,12 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
     "--samples", type=click.IntRange(4), help=f"Samples of each gap. [{GPU_SAMPLES}; CPU: {CPU_SAMPLES}]"
 )
 @click.option(
-    "--lookahead",
-    type=FiniteRange(0, 1000),
-    default=LOOKAHEAD_MS,
-    show_default=True,
-    metavar="MS",
-    help="Queue the next task this long before the predicted end of the current one; 0: when it has ended.",
-)
-@click.option(
     "--only", multiple=True, metavar="PATTERN", help='Cases to run, such as "changed*". Repeatable.'
 )
 @click.option("--seconds", type=FiniteRange(0), help="Start no case that would end after this time.")
 @click.option(
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Folder for .json and .md."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON instead of the table.")
 @takes(
     ranks=group(
         RankOptions,
@@ -66,11 +56,9 @@ def main(
     ranks: RankOptions,
     model: str | None,
     samples: int | None,
-    lookahead: float,
     only: tuple[str, ...],
     seconds: float | None,
     output: Path | None,
-    as_json: bool,
 ) -> None:
     """Idle time of the devices when steps move between ranks, compared with the goals.
 
@@ -92,20 +80,20 @@ def main(
         pool = stack.enter_context(
             ready_pool(checkpoints, options, signals, worker_main=WORKER_MAIN, are_all_needed=True)
         )
-        setting = bench.Setting(pool, folder, CostModel(), lookahead_s=lookahead / 1000, signals=signals)
+        setting = bench.Setting(pool, folder, CostModel(), signals=signals)
         _tell(f"{time.monotonic() - began_s:5.0f} s  models are loaded")
         _warm_up(setting, subject)
         setting = replace(setting, expected=_expected(setting, subject))
         left_s = None if seconds is None else seconds - (time.monotonic() - began_s)
         _tell(f"{time.monotonic() - began_s:5.0f} s  warm; {_announced(cases, setting.expected)}")
-        words = _words(options, model=model, samples=samples, lookahead=lookahead, only=only)
+        words = _words(options, model=model, samples=samples, only=only)
         about = {"device": options.description, "command": " ".join(words), "model": model}
         rows: list[table.ElasticityRow] = []
         try:
             for row in bench.measure_cases(cases, setting, seconds=left_s, tell=_tell):
                 rows.append(row)
         finally:  # what a failed case left is kept
-            _report(rows, about, output, as_json=as_json)
+            _report(rows, about, output)
 
 
 def _make(folder: Path) -> None:
@@ -116,16 +104,12 @@ def _make(folder: Path) -> None:
         raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
 
 
-def _report(
-    rows: Sequence[table.ElasticityRow], about: Mapping[str, str], output: Path | None, *, as_json: bool
-) -> None:
-    content = json.dumps(table.as_content(rows, **about), indent=1) + "\n"
-    text = "\n".join(table.table_of(rows, **about)) + "\n"
-    click.echo(content if as_json else text, nl=False)
-    if output is not None and rows:
-        stem = f"{time.strftime('%Y-%m-%d')}-elasticity-{Path(about['model']).name}"
-        (output / f"{stem}.json").write_text(content)
-        (output / f"{stem}.md").write_text(text)
+def _report(rows: Sequence[table.ElasticityRow], about: Mapping[str, str], output: Path | None) -> None:
+    text = "\n".join(table.table_of(rows, **about))
+    click.echo(text)
+    if rows:
+        content = {**about, "rows": [asdict(row) for row in rows]}
+        keep(output, f"elasticity-{Path(about['model']).name}", content, text)
 
 
 def _subject(model: str, options: Ranks, num_samples: int) -> bench.Subject:
@@ -164,15 +148,11 @@ def _announced(cases: Sequence[bench.ElasticityCase], costs: CostModel) -> str:
     return f"{len(cases)} {noun}, about {sum(case.predicted_s(costs) for case in cases):.0f} s"
 
 
-def _words(
-    options: Ranks, *, model: str, samples: int | None, lookahead: float, only: Sequence[str]
-) -> Iterator[str]:
-    yield from ("gfgen", "bench", "elasticity", "--ranks", str(options.num_ranks), "--model", model)
+def _words(options: Ranks, *, model: str, samples: int | None, only: Sequence[str]) -> Iterator[str]:
+    yield from ("python -m benchmarks.elasticity --ranks", str(options.num_ranks), "--model", model)
     yield from options.words
     if samples is not None:
         yield from ("--samples", str(samples))
-    if lookahead != LOOKAHEAD_MS:
-        yield from ("--lookahead", f"{lookahead:g}")
     for pattern in only:
         yield from ("--only", f"'{pattern}'")
 

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted, in_words
 
@@ -84,7 +83,6 @@ class Setting:
     """What cases are predicted to take by."""
     costs: CostModel = field(default_factory=CostModel)
     """Of the runs, which all learn into it."""
-    lookahead_s: float = LOOKAHEAD_S
     signals: SignalPipe | None = None
 
     def run(
@@ -98,7 +96,7 @@ class Setting:
             record,
             policy=policy if isinstance(policy, NamedPolicy) else placed_by(policy),
             folder=self.folder,
-            lookahead_s=self.lookahead_s if lookahead_s is None else lookahead_s,
+            lookahead_s=LOOKAHEAD_S if lookahead_s is None else lookahead_s,
             costs=self.costs,
             signals=self.signals,
         )
@@ -176,15 +174,8 @@ def _unchanged(
             lookahead_s=lookahead_s,
         )
         gaps = [gap.seconds for gap in _settled(record) if gap.before.layout == gap.after.layout]
-        has_goal = lookahead_s != 0.0
-        return [
-            gap_row(
-                name,
-                gaps,
-                goal_s=SAME_GOAL_S if has_goal else None,
-                p99_goal_s=SAME_P99_GOAL_S if has_goal else None,
-            )
-        ]
+        goals = (None, None) if lookahead_s == 0.0 else (SAME_GOAL_S, SAME_P99_GOAL_S)
+        return [gap_row(name, gaps, goal_s=goals[0], p99_goal_s=goals[1])]
 
     layout = layout_on(job, groups[0])
     return ElasticityCase(name, measure, lambda costs: _predicted_s(costs, job, [layout] * steps, groups[0]))
@@ -361,11 +352,7 @@ def warm(setting: Setting, subject: Subject) -> None:
     for job in (subject.small, subject.large):
         jobs = {f"warm-{rank}": rank for rank in subject.ranks}
         copies = [copy_of(job, job_id, 3) for job_id in jobs]
-
-        def place(view: JobView, jobs: Mapping[str, int] = jobs) -> Layout:
-            return Layout.single(jobs[view.job_id])
-
-        setting.run(copies, place)
+        setting.run(copies, lambda view: Layout.single(jobs[view.job_id]))  # noqa: B023
 
 
 def _predicted_s(

@@ -7,9 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from benchmarks.bare_messages import BareTimes
+from benchmarks.bare import BareTimes
 from gfgen.bench.scripted import MeasuredRun, Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
@@ -182,25 +181,3 @@ def table_of(rows: Sequence[ElasticityRow], *, device: str, command: str, model:
     for row in rows:
         met = "" if row.is_met is None else "yes" if row.is_met else "**no**"
         yield f"| {row.name} | {row.goal} | {row.found} | {row.num_samples} | {met} |"
-
-
-def as_content(rows: Sequence[ElasticityRow], *, device: str, command: str, model: str) -> dict[str, Any]:
-    """For a JSON file: every sample, in seconds."""
-    return {
-        "device": device,
-        "command": command,
-        "model": model,
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": [
-            {
-                "name": row.name,
-                "goal": row.goal,
-                "found": row.found,
-                "is_met": row.is_met,
-                "samples_s": {
-                    name: [round(value, 7) for value in values] for name, values in row.samples_s.items()
-                },
-            }
-            for row in rows
-        ],
-    }

@@ -262,7 +262,6 @@ def measures(folder: Path, jobs: Sequence[AdmittedJob], *, began_at: float) -> R
         "busy": sum(each.duration_s for each in tasks) / timeline.num_ranks / (last_s - origin_s),
         "bound_s": _least_work(tasks, shape_of) / timeline.num_ranks
         + min((each.duration_s for each in timeline.writes), default=0.0),
-        "first_decodes_s": _first_decodes(tasks, shape_of),
     }
 
 
@@ -286,9 +285,7 @@ def _least_work(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> float:
     work: defaultdict[int | None, float] = defaultdict(float)
     for task in tasks:
         work[task.dispatch] += task.duration_s
-    found: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    found: dict[tuple[str, str], defaultdict[int, list[float]]] = {}
     degrees = Counter(task.dispatch for task in tasks)
     for task in {task.dispatch: task for task in tasks}.values():
         alike = found.setdefault((task.stage, shape_of[task.job_id]), defaultdict(list))
@@ -296,22 +293,6 @@ def _least_work(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> float:
     return sum(
         sum(map(len, each.values())) * min(map(statistics.median, each.values())) for each in found.values()
     )
-
-
-def _first_decodes(tasks: Sequence[Block], shape_of: Mapping[str, str]) -> dict[str, Sequence[float]]:
-    """By shape and degree: the slowest rank's first decode and, if there is one, the median of later ones."""
-    ranks: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    degrees = Counter(task.dispatch for task in tasks)
-    for task in tasks:
-        if task.stage == "decode":
-            kind = f"{shape_of[task.job_id]} x{degrees[task.dispatch]}"
-            ranks[kind][task.lanes[0]].append(task.duration_s)
-    found: dict[str, Sequence[float]] = {}
-    for kind, by_rank in sorted(ranks.items()):
-        later = [seconds for each in by_rank.values() for seconds in each[1:]]
-        medians = [statistics.median(later)] if later else []
-        found[kind] = [round(each, 3) for each in (max(each[0] for each in by_rank.values()), *medians)]
-    return found
 
 
 # Tables -----------------------------------------------------------------------------------------
@@ -348,30 +329,19 @@ def table(asked: argparse.Namespace) -> None:
         for row, alike in rows.items():
             each_s = " ".join(f"{each['makespan_s']:.1f}" for each in alike)
             met = " ".join(str(each["num_met"]) for each in alike) + f" of {alike[0]['num_deadlines']}"
-            print(
-                "|",
-                " | ".join((row, str(len(alike)), *(_median(alike, key) for key in MEDIANS), each_s, met)),
-                "|",
-            )
+            cells = (row, str(len(alike)), *(_median(alike, key) for key in MEDIANS), each_s, met)
+            print(f"| {' | '.join(cells)} |")
         whole = [each for alike in rows.values() for each in alike]
-        for found in (
-            {each["at"][:10] for each in whole},
-            *({each[key] for each in whole} for key in ("commit", "versions")),
-        ):
+        for key in ("at", "commit", "versions"):
+            found = {each[key][: 10 if key == "at" else None] for each in whole}
             print(f"\n{'; '.join(sorted(found))}")
-        for row, alike in rows.items():
-            if decodes := alike[0].get("first_decodes_s"):
-                print(f"\nFirst and later decodes of {row}, its first run: {json.dumps(decodes)}")
         print()
 
 
 def _median(records: Sequence[Record], key: str) -> str:
     found = [record[key] for record in records if record.get(key) is not None]
-    return (
-        f"{statistics.median(found):{'.0%' if key == 'busy' else '.0f' if key == 'num_shared' else '.1f'}}"
-        if found
-        else ""
-    )
+    form = {"busy": ".0%", "num_shared": ".0f"}.get(key, ".1f")
+    return format(statistics.median(found), form) if found else ""
 
 
 # Commands ---------------------------------------------------------------------------------------

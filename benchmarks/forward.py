@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,10 @@ class MeasuredForward:
     first_s: float | None = None
     peak_gb: float | None = None
     error: str | None = None
+
+
+Found = tuple[Sequence[MeasuredForward], str, str]
+"""Results, the GPUs and the commands that made them."""
 
 
 def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[ForwardCell]:
@@ -243,26 +247,8 @@ def _gain(found: Sequence[MeasuredForward], shape: ForwardShape, degree: int) ->
     return f"{theirs / ours:.2f}" if theirs and ours else ""
 
 
-def store(results: Sequence[MeasuredForward], stem: Path, *, device: str, command: str) -> None:
-    """As .json, and as table and chart of all that the .json then holds: earlier runs' cells stay in it."""
-    content = keep(results, stem, device=device, command=command)
-    cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
-    known = [
-        MeasuredForward(cell, **content["cells"][cell.name])
-        for cell in cells
-        if cell.name in content["cells"]
-    ]
-    lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    try:
-        chart(known, stem.with_suffix(".png"), device=content["device"])
-    except ImportError:
-        logger.warning("no chart: matplotlib is missing (pip install 'gfgen[plot]')")
-
-
-def keep(results: Sequence[MeasuredForward], stem: Path, *, device: str, command: str) -> Mapping[str, Any]:
-    """As .json beside what an earlier run has left there, and all of that."""
-    path = stem.with_suffix(".json")
+def keep(results: Sequence[MeasuredForward], path: Path, *, device: str, command: str) -> Found:
+    """Add results to those that earlier calls have left in a file; returns all, their GPUs and commands."""
     content: dict[str, Any] = {"device": "", "commands": [], "cells": {}}
     if path.exists():
         content = json.loads(path.read_text())
@@ -273,49 +259,10 @@ def keep(results: Sequence[MeasuredForward], stem: Path, *, device: str, command
         del values["cell"]
         content["cells"][each.cell.name] = values
     path.write_text(json.dumps(content, indent=1) + "\n")
-    return content
-
-
-def chart(results: Sequence[MeasuredForward], path: Path, *, device: str) -> None:
-    """The best of diffusers beside the best of ours, by shape and number of GPUs. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    degrees = sorted({each.cell.degree for each in results})
-    alone = [each for each in results if each.cell.way not in BOTH]
-    shapes = [shape for shape in SHAPES if any(each.cell.shape == shape for each in alone)]
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(1.9 * len(shapes), 3.6), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        for idx, (is_ours, colour) in enumerate(((False, "#b0b0b0"), (True, "#1f6fbf"))):
-            for position, degree in enumerate(degrees):
-                ms = _best(results, shape, degree, is_ours=is_ours)
-                place = position + 0.38 * (idx - 0.5)
-                axis.bar(place, ms or 0.0, 0.36, color=colour)
-                text = "-" if ms is None else f"{ms:.0f}"
-                axis.annotate(text, (place, ms or 0.0), ha="center", va="bottom", fontsize=7)
-        axis.set_title(shape.name.replace("-", " ", 1), fontsize=9)
-        axis.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
-        axis.set_xlabel("GPUs", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.margins(y=0.12)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    axes[0][0].set_ylabel("ms a forward", fontsize=8)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in ("#b0b0b0", "#1f6fbf")]
-    figure.legend(
-        handles,
-        ["diffusers, the best of its ways", "gfgen"],
-        loc="lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-    )
-    figure.suptitle(f"One forward in bf16, {device.partition(',')[0]}", fontsize=10)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
+    known = [cell for cell in cells if cell.name in content["cells"]]
+    found = [MeasuredForward(cell, **content["cells"][cell.name]) for cell in known]
+    return found, content["device"], "`, `".join(content["commands"])
 
 
 def _best(
@@ -337,8 +284,12 @@ def _best(
     "--only", multiple=True, metavar="PATTERN", help='Cells to run, such as "qwen-*/2/ours*". Repeatable.'
 )
 @click.option("--seconds", type=FiniteRange(0), help="Start no cell after this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
-def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
+@click.option(
+    "--to",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of cells; those of earlier calls stay.",
+)
+def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, to: Path | None) -> None:
     """One forward of full-size Wan2.2-5B and Qwen-Image, compared with diffusers, on 1, 2 and 4 GPUs.
 
     A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
@@ -352,22 +303,19 @@ def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, outp
     patterns = "".join(f" --only '{pattern}'" for pattern in only)
     device = f"{num_gpus} x {driver().name(0)}"
     command = f"python -m benchmarks.forward --gpus {num_gpus}{patterns}"
-    stem = None
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
 
     def tell(measured: MeasuredForward) -> None:
         result = measured.error or f"{measured.ms:.1f} ms (first {measured.first_s:.1f} s)"
         click.echo(f"{time.monotonic() - began_s:5.0f} s  {measured.cell.name}: {result}", err=True)
-        if stem is not None:
-            keep([measured], stem, device=device, command=command)  # whatever happens next
+        if to is not None:
+            keep([measured], to, device=device, command=command)  # whatever happens next
 
-    results = measure_forwards(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
-    for line in table_of(results, device=device, command=command):
-        click.echo(line)
-    if stem is not None:
-        store(results, stem, device=device, command=command)
+    results: Sequence[MeasuredForward] = measure_forwards(
+        num_gpus=num_gpus, only=only, seconds=seconds, tell=tell
+    )
+    if to is not None:
+        results, device, command = keep([], to, device=device, command=command)
+    click.echo("\n".join(table_of(results, device=device, command=command)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where the time of a forward goes, by kernels, on 1 and 2 GPUs, and what the card does meanwhile.
+"""Where the time of a forward goes, by kernels, on 1 and 2 GPUs.
 
     python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
 
-One forward of benchmarks/forward.py ("ours") under torch's profiler, then fourteen in a CUDA graph, beside
-which nvidia-smi reads clock, power and temperature ten times a second. Random weights; about 25 s a shape.
+One forward of benchmarks/forward.py ("ours") under torch's profiler, then fourteen in a CUDA graph. Random
+weights; about 25 s a shape.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import collections
 import json
 import re
 import statistics
-import subprocess
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ KINDS = {
     "exchanges": re.compile("^gfc_"),
 }
 WARM_UPS, REPEATS = 3, 14
-QUERY = "clocks.sm,power.draw,temperature.gpu"
 
 
 @torch.no_grad()
@@ -63,33 +60,8 @@ def measure(endpoint: CudaEndpoint, shape: ForwardShape, layout: Layout, first: 
             kernels[event.name][1] += 1
             spans.append((event.time_range.start, event.time_range.end))
     captured = measure_forward.captured(run, groups())
-    with Card(endpoint.device) as card:
-        times_ms = [measure_forward.timed_ms(captured, groups) for _ in range(REPEATS)]
-    return {"kernels": dict(kernels), "spans_us": spans, "times_ms": times_ms, "card": card.readings}
-
-
-class Card:
-    """Reads what the card does while a `with` lasts."""
-
-    def __init__(self, device: int) -> None:
-        self._command = ["nvidia-smi", "-i", str(device), f"--query-gpu={QUERY}"]
-        self._command.append("--format=csv,noheader,nounits")
-        self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self.readings: list[str] = []
-
-    def __enter__(self) -> Card:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._has_ended.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        while not self._has_ended.wait(0.1):
-            done = subprocess.run(self._command, capture_output=True, text=True, check=False)
-            self.readings.append(done.stdout.strip())
+    times_ms = [measure_forward.timed_ms(captured, groups) for _ in range(REPEATS)]
+    return {"kernels": dict(kernels), "spans_us": spans, "times_ms": times_ms}
 
 
 def table_row(name: str, ranks: Sequence[dict[str, Any]]) -> str:
@@ -110,7 +82,7 @@ def table_row(name: str, ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print a row for each shape and number of GPUs, then what the card did."""
+    """Print a row for each shape and number of GPUs."""
     shapes = {shape.name: shape for shape in SHAPES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", default="1,2")
@@ -136,8 +108,6 @@ def main() -> None:
                 print(table_row(f"{shape.name}/{degree}", found), flush=True)
         finally:
             ranks.close()
-    for name, found in results.items():
-        print(f"{name}: {QUERY}: {'; '.join(found[0]['card'])}")
     if arguments.json:
         arguments.json.write_text(json.dumps(results) + "\n")
 

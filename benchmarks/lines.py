@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import resource
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +20,7 @@ from typing import Any
 
 from small_pipelines import CannotBuildError, pipeline_names, small_calls, small_pipeline
 
-from benchmarks.pipelines import MEMORY_BYTES, _quiet
+from benchmarks.pipelines import REGISTRY, in_child, quiet
 from gfgen.errors import JobError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import ImageReader
@@ -37,19 +34,8 @@ from gfgen.runtime.files.outputs import read_metadata, write_output
 
 TIMEOUT_S = 120
 SAME = "same bytes"
-FIELDS = (
-    *(
-        "prompt",
-        "negative_prompt",
-        "width",
-        "height",
-        "frames",
-        "steps",
-        "guidance_scale",
-        "guidance_scale_2",
-    ),
-    *("true_cfg_scale", "sigmas"),
-)
+FIELDS: tuple[str, ...] = ("prompt", "negative_prompt", "width", "height", "frames", "steps", "sigmas")
+FIELDS += ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 
 
 def again(name: str, folder: Path) -> str:
@@ -134,25 +120,17 @@ def _made(name: str, geometry: PipelineGeometry, spec: JobSpec, folder: Path) ->
 
 def again_apart(name: str) -> str:
     """The same in a child process, which may run out of memory or time."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(TIMEOUT_S)
+
+    def found() -> str:
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = again(name, Path(folder))
+                return again(name, Path(folder))
         except CannotBuildError as error:
-            found = f"not tried: {error}"
+            return f"not tried: {error}"
         except BaseException as error:
-            found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        os.write(writer, found.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read().decode()
-    os.waitpid(child, 0)
-    return text or f"not tried: no result within {TIMEOUT_S} s"
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    return in_child(found, TIMEOUT_S) or f"not tried: no result within {TIMEOUT_S} s"
 
 
 def main() -> None:
@@ -160,9 +138,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression of names")
     parser.add_argument("--to", type=Path, help="a file for the table")
     options = parser.parse_args()
-    _quiet()
-    registry = Path(__file__).parents[1] / "gfgen/models/families/pipelines.json"
-    known = json.loads(registry.read_text())
+    quiet()
+    known = json.loads(REGISTRY.read_text())
     names = [name for name in pipeline_names() if re.search(options.only, name)]
     names = [name for name in names if known.get(name, [""])[0] in ("in steps", "as one task")]
     found = {}

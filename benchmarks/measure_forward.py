@@ -87,15 +87,10 @@ class ForwardKind:
 
 
 @torch.no_grad()
-def measure(
-    endpoint: CudaEndpoint, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
-) -> ForwardResult:
-    """Times of a forward, how long the first one took, memory; or why there are none.
-
-    store: a file through which NCCL's ranks find each other.
-    """
+def measure(*given: Any) -> ForwardResult:
+    """Times of a forward, how long the first one took, memory; or why there are none."""
     try:
-        return _measure(endpoint, shape, kind, layout, dispatch, store)
+        return _measure(*given)
     except Exception as error:  # what diffusers refuses is a result, too
         text = " ".join(str(error).split())
         return {"error": f"{type(error).__name__}: {text[:300]}"}
@@ -107,6 +102,7 @@ def measure(
 def _measure(
     endpoint: CudaEndpoint, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
 ) -> ForwardResult:
+    """store: a file through which NCCL's ranks find each other."""
     if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
         device = str(endpoint.torch_device)
         join_group(rank=endpoint.rank, num_ranks=layout.degree, store=store, device=device)

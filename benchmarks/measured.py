@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,12 @@ class MeasuredShape:
 def is_wanted(name: str, only: Sequence[str]) -> bool:
     """Whether the name of a case fits one of the patterns of `--only`, if there are any."""
     return not only or any(fnmatch(name, pattern) for pattern in only)
+
+
+def keep(folder: Path | None, name: str, content: Any, text: str) -> None:
+    """Write a result into a folder, if one was given: today's NAME.json and NAME.md."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"{time.strftime('%Y-%m-%d')}-{name}"
+        stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(text + "\n")

@@ -1,7 +1,6 @@
 """What many jobs cost the control process: admission, memory, time per decision, and going on after a stop.
 
     python -m benchmarks.million [1000 10000 100000 1000000] [--most JOBS] [--to RESULTS.json]
-    python -m benchmarks.million --to RESULTS.json --plot CHART.png
 
 Admission, index, manifest, journal and live record are those of `gfgen run` with a tiny Qwen-Image. Only the
 ranks are simulated, in virtual time: four, whose tasks take 5 ms. A picture is a link to a file of one byte.
@@ -22,11 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gfgen.cli.run import run_jobs
 from gfgen.cli.run_files import RunOptions, admit_jobs
-from gfgen.cli.shown.picture import save_figure
 from gfgen.errors import InterruptedRunError
 from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import load_policy
@@ -43,26 +41,12 @@ from gfgen.session.ranks import Ranks, made_with
 from gfgen.session.session import Session
 from gfgen.system.machine import cpu_name
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 NUM_RANKS = 4
 WORDS = (
-    "red",
-    "blue",
-    "fox",
-    "whale",
-    "river",
-    "stone",
-    "tower",
-    "light",
-    "rain",
-    "small",
-    "old",
-    "golden",
+    "red", "blue", "fox", "whale", "river", "stone", "tower", "light", "rain", "small", "old", "golden",
     "city",
-)
+)  # fmt: skip
 
 
 class Backend(SimulatedBackend):
@@ -198,19 +182,12 @@ def study(number: int, policy: str, place: str | None, most: int) -> dict[str, A
         row: dict[str, Any] = {"jobs": number}
         num_first = number - max(10, number // 1000)
         for part, stop_after in (("first", min(most, num_first)), ("second", -1)):
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.million",
-                "--one",
-                str(jobs),
-                str(folder),
-                policy,
-                str(stop_after),
-            ]
+            command = [sys.executable, "-m", "benchmarks.million", "--one", str(jobs), str(folder), policy]
             begun_at = time.time()
             row[part] = json.loads(
-                subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                subprocess.run(
+                    [*command, str(stop_after)], stdout=subprocess.PIPE, text=True, check=True
+                ).stdout
             )
             row[part]["wall_s"] = round(time.time() - begun_at, 1)
             if part == "first" and most < num_first:
@@ -228,33 +205,6 @@ def study(number: int, policy: str, place: str | None, most: int) -> dict[str, A
     return row
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
-    """How cost grows with the number of jobs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.6), layout="tight")
-    numbers = [row["jobs"] for row in rows]
-    lines = {
-        "memory, MB": {"first run, peak": ("first", "peak_mb"), "going on, peak": ("second", "peak_mb")},
-        "median turn of the loop, us": {
-            "first run": ("first", "median_us"),
-            "going on": ("second", "median_us"),
-        },
-        "CPU seconds": {
-            "until the first decision": ("first", "first_decision_s"),
-            "going on, until then": ("second", "first_decision_s"),
-            "gfgen status": ("second", "status_s"),
-        },
-    }
-    for axis, (title, series) in zip(figure.subplots(1, 3), lines.items(), strict=True):
-        for label, (part, name) in series.items():
-            axis.plot(numbers, [row[part][name] for row in rows], "o-", label=label)
-        axis.set(xscale="log", xlabel="jobs in the file", title=title, ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    return figure
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
@@ -262,12 +212,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=10**9, help="jobs that the first run makes")
     parser.add_argument("--place", help="where the folders are made")
     parser.add_argument("--to", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw what --to has, and measure nothing")
     given = parser.parse_args()
-    if given.plot is not None:
-        rows = sorted(json.loads(given.to.read_text())["rows"], key=lambda row: row["jobs"])
-        save_figure(lambda: draw(rows), given.plot)
-        return
     rows = [study(number, given.policy, given.place, given.most) for number in given.sizes]
     text = json.dumps({"machine": cpu_name(), "policy": given.policy, "rows": rows}, indent=1)
     print(text)

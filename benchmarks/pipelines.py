@@ -19,7 +19,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,14 @@ def _check_call(name: str, args: Mapping[str, Any]) -> Result:
 
     try:
         whole = whole_call(small_pipeline(name), args, seed=SEED)
-    except CannotBuildError as error:
-        return Result(name, "not built", str(error))
     except Exception as error:
-        return Result(name, "not built", _where(error))
+        reason = str(error) if isinstance(error, CannotBuildError) else _where(error)
+        return Result(name, "not built", reason)
     try:
         stepped, num_steps = stepped_call([small_pipeline(name), small_pipeline(name)], args, seed=SEED)
-    except NotSteppableError as error:
-        return Result(name, "not stepped", re.sub(r"\S*site-packages/", "", str(error)))
     except Exception as error:
-        return Result(name, "not stepped", _where(error))
+        reason = str(error) if isinstance(error, NotSteppableError) else _where(error)
+        return Result(name, "not stepped", re.sub(r"\S*site-packages/", "", reason))
     taken = [*signature_of(name).files, "audio", "controls"]
     files = tuple(file for file in taken if file in args)
     if found := difference(stepped, whole):
@@ -104,26 +102,33 @@ def _where(error: Exception) -> str:
 
 def check_apart(name: str) -> Result:
     """Step one pipeline in a child process, which may run out of memory or time."""
+
+    def found() -> str:
+        try:
+            return json.dumps(asdict(check(name)))
+        except BaseException as error:
+            return json.dumps(asdict(Result(name, "not built", f"{type(error).__name__}: {error}")))
+
+    if text := in_child(found, TIMEOUT_S):
+        return Result(**json.loads(text))
+    return Result(name, "not built", f"ends without a result within {TIMEOUT_S} s")
+
+
+def in_child(work: Callable[[], str], timeout_s: int) -> str:
+    """What a function returns in a child process; empty if it runs out of memory or time."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         os.close(reader)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(TIMEOUT_S)
-        try:
-            result = check(name)
-        except BaseException as error:
-            result = Result(name, "not built", f"{type(error).__name__}: {error}")
-        os.write(writer, json.dumps(asdict(result)).encode())
+        signal.alarm(timeout_s)
+        os.write(writer, work().encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read()
+        text = pipe.read().decode()
     os.waitpid(child, 0)
-    if not text:
-        return Result(name, "not built", f"ends without a result within {TIMEOUT_S} s")
-    return Result(**json.loads(text))
+    return text
 
 
 def main() -> None:
@@ -139,7 +144,7 @@ def main() -> None:
         start, end = table_in(DOCS.read_text())
         DOCS.write_text(f"{start}{table(results)}{end}")
         return
-    _quiet()
+    quiet()
     from small_pipelines import pipeline_names
 
     names = [name for name in pipeline_names() if re.search(options.only, name)]
@@ -224,7 +229,7 @@ def _reason(result: Result) -> str:
     return note if result.kind != "not built" else f"the small version does not run on its own: {note}"
 
 
-def _quiet() -> Any:
+def quiet() -> None:
     warnings.filterwarnings("ignore")
     import diffusers
     import torch

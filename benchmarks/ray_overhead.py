@@ -82,12 +82,8 @@ def main(*, num_jobs: int, num_pairs: int, num_ranks: int, steps: int) -> None:
     )
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        options = {
-            name: SessionOptions(
-                output_dir=folder / name, ranks=asked.here(), policy=load_policy("fcfs"), model=MODEL
-            )
-            for name in ("plain", "ray")
-        }
+        same: Any = {"ranks": asked.here(), "policy": load_policy("fcfs"), "model": MODEL}
+        options = {name: SessionOptions(output_dir=folder / name, **same) for name in ("plain", "ray")}
         plain = stack.enter_context(Session(options["plain"]))
         cluster = RayCluster(RayOptions(address=LOCAL, member=member, output_dir=folder / "ray"))
         over_ray = ClusterSession(options["ray"], stack.enter_context(cluster))
@@ -98,7 +94,7 @@ def main(*, num_jobs: int, num_pairs: int, num_ranks: int, steps: int) -> None:
         click.echo(
             "| pair | ms per job: plain | Ray | processor ms: plain | Ray | busy: plain | Ray | load |"
         )
-        click.echo("|---|---|---|---|---|---|---|---|")
+        click.echo("|---" * 8 + "|")
         more: list[tuple[float, float, float]] = []
         for pair in range(num_pairs + 1):
             lines = [

@@ -197,13 +197,11 @@ def measure(asked: argparse.Namespace) -> None:
     context = multiprocessing.get_context("spawn")
     todo, told = context.SimpleQueue(), context.Queue()
     with tempfile.TemporaryDirectory(prefix="replicas-") as folder:
-        settings = Settings(
-            asked.device, asked.gpus or len(gpus) or 1, encodes, asked.vae_dtype, Path(folder)
-        )
+        num_ranks = asked.gpus or len(gpus) or 1
+        settings = Settings(asked.device, num_ranks, encodes, asked.vae_dtype, Path(folder))
+        given = (settings, [job.spec for job in jobs], todo, told)
         processes = [
-            context.Process(
-                target=serve, args=(rank, settings, [job.spec for job in jobs], todo, told), daemon=True
-            )
+            context.Process(target=serve, args=(rank, *given), daemon=True)
             for rank in range(settings.num_ranks)
         ]
         for process in processes:
@@ -216,11 +214,8 @@ def measure(asked: argparse.Namespace) -> None:
             if asked.limit - (time.monotonic() - began_s) < longest_s:
                 print(f"no time for the order {order}")
                 break
-            key = {
-                job.job_id: ORDERS[order](job, alone_s)
-                for job, alone_s in zip(jobs, alone_of(jobs), strict=True)
-            }
-            for idx in sorted(range(len(jobs)), key=lambda idx: key[jobs[idx].job_id]):
+            keys = [ORDERS[order](*each) for each in zip(jobs, alone_of(jobs), strict=True)]
+            for idx in sorted(range(len(jobs)), key=keys.__getitem__):
                 todo.put(idx)
             found = _scores(jobs, _wait(told, processes, "written", len(jobs)), settings.num_ranks)
             longest_s = max(longest_s, found["makespan_s"])

@@ -101,7 +101,7 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
         times = [line["timings"] for line in _run(folder, "many", num_ranks=num_ranks, jobs=many)]
         file_s = max(each["ended_s"] for each in times) - min(each["started_s"] for each in times)
         with _server(folder, num_ranks=num_ranks) as (port, front):
-            http_s = [_picture(port, number) for number in range(num_jobs)]
+            http_s = [_picture(_connected(port), number) for number in range(num_jobs)]
             began_s = time.perf_counter()
             _in_threads(lambda first: _pictures(port, first), OPEN)
             requests_s = time.perf_counter() - began_s
@@ -136,29 +136,30 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
 
 def table_of(report: ServingReport) -> Iterator[str]:
     """Markdown."""
-    run_ms, http_ms = (1000 * statistics.median(times) for times in (report.run_s, report.http_s))
-    yield "| | asked | found |"
-    yield "|---|---|---|"
-    yield f"| one job, `gfgen run` | | {run_ms:.1f} ms |"
-    yield f"| the same over HTTP | | {http_ms:.1f} ms |"
-    yield f"| added by HTTP | under 5 ms and the transfer | {1000 * report.added_s:+.1f} ms |"
-    median_ms, p99_ms = (1000 * each for each in (statistics.median(report.post_s), _p99(report.post_s)))
-    yield f"| POST at {POSTS_PER_S} a second, busy ranks: median | at most 8 ms | {median_ms:.1f} ms |"
-    yield f"| the same: P99 | at most 30 ms | {p99_ms:.1f} ms |"
-    yield f"| the HTTP process for each, with its events | | {1000 * report.post_cpu_s:.1f} ms of CPU |"
-    open_ms, open_p99_ms = (
-        1000 * each for each in (statistics.median(report.open_post_s), _p99(report.open_post_s))
-    )
-    yield f"| POST with {OPEN} open jobs: median | | {open_ms:.1f} ms |"
-    yield f"| the same: P99 | at most 60 ms | {open_p99_ms:.1f} ms |"
-    yield f"| each of {PICTURES} jobs of a file | | {1000 * report.file_s:.1f} ms |"
-    yield f"| each of the same as requests of {OPEN} clients | | {1000 * report.requests_s:.1f} ms |"
-    yield f"| added to each | at most 10 ms | {1000 * report.added_to_each_s:+.1f} ms |"
-    rate = f"{report.status_per_s:,.0f} a second"
-    yield f"| status requests of {CLIENTS} clients | 1,000 a second on one core | {rate} |"
-    yield f"| the HTTP process for 1,000 of them | | {report.front_cpu_s:.2f} s of CPU |"
-    yield f"| longest turn of the loop meanwhile | at most 20 ms | {1000 * report.turn_s:.1f} ms |"
-    yield f"| the same after a batch of {BURST} jobs | at most 20 ms | {1000 * report.burst_turn_s:.1f} ms |"
+
+    def ms(seconds: float) -> str:
+        return f"{1000 * seconds:.1f} ms"
+
+    median, rate = statistics.median, f"{report.status_per_s:,.0f} a second"
+    yield "| | asked | found |\n|---|---|---|"
+    for name, asked, found in (
+        ("one job, `gfgen run`", "", ms(median(report.run_s))),
+        ("the same over HTTP", "", ms(median(report.http_s))),
+        ("added by HTTP", "under 5 ms and the transfer", f"{1000 * report.added_s:+.1f} ms"),
+        (f"POST at {POSTS_PER_S} a second, busy ranks: median", "at most 8 ms", ms(median(report.post_s))),
+        ("the same: P99", "at most 30 ms", ms(_p99(report.post_s))),
+        ("the HTTP process for each, with its events", "", f"{ms(report.post_cpu_s)} of CPU"),
+        (f"POST with {OPEN} open jobs: median", "", ms(median(report.open_post_s))),
+        ("the same: P99", "at most 60 ms", ms(_p99(report.open_post_s))),
+        (f"each of {PICTURES} jobs of a file", "", ms(report.file_s)),
+        (f"each of the same as requests of {OPEN} clients", "", ms(report.requests_s)),
+        ("added to each", "at most 10 ms", f"{1000 * report.added_to_each_s:+.1f} ms"),
+        (f"status requests of {CLIENTS} clients", "1,000 a second on one core", rate),
+        ("the HTTP process for 1,000 of them", "", f"{report.front_cpu_s:.2f} s of CPU"),
+        ("longest turn of the loop meanwhile", "at most 20 ms", ms(report.turn_s)),
+        (f"the same after a batch of {BURST} jobs", "at most 20 ms", ms(report.burst_turn_s)),
+    ):
+        yield f"| {name} | {f'{asked} ' if asked else ''}| {found} |"
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -182,14 +183,8 @@ def _run(folder: Path, name: str, *, num_ranks: int, jobs: Iterable[Mapping[str,
 
 def job_of_run(number: int) -> dict[str, object]:
     """A line of the job file."""
-    return {
-        "id": f"{number}",
-        "prompt": prompt_of(number),
-        "model": MODEL,
-        "size": SIZE,
-        "steps": STEPS,
-        "arrival": number * SPACING_S,
-    }
+    job = {"id": f"{number}", "prompt": prompt_of(number), "model": MODEL, "size": SIZE, "steps": STEPS}
+    return {**job, "arrival": number * SPACING_S}
 
 
 def prompt_of(number: int) -> str:
@@ -242,69 +237,72 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _connected(port: int) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+
+
 def _status_of(port: int, path: str) -> int:
     try:
-        return _ask(http.client.HTTPConnection("127.0.0.1", port, timeout=10), "GET", path)[0]
+        return _answer(_connected(port), "GET", path)[0]
     except OSError:
         return 0
 
 
-def _ask(
-    connection: http.client.HTTPConnection, method: str, path: str, values: Mapping[str, Any] | None = None
+def _answer(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: str | None = None,
+    kind: str = "json",
 ) -> tuple[int, bytes]:
-    body = None if values is None else json.dumps(values)
-    connection.request(method, path, body, {"Content-Type": "application/json"})
+    connection.request(method, path, body, {"Content-Type": f"application/{kind}"})
     response = connection.getresponse()
     return response.status, response.read()
 
 
-def _wanted(port: int, path: str, values: Mapping[str, Any] | None = None) -> Any:
-    """The JSON that is answered to a new connection; an error is an error."""
-    method = "GET" if values is None else "POST"
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    status, content = _ask(connection, method, path, values)
-    connection.close()
+def _post(
+    connection: http.client.HTTPConnection, path: str, values: Mapping[str, Any] | str, kind: str = "json"
+) -> Any:
+    """The JSON that is answered; an error is an error."""
+    body = values if isinstance(values, str) else json.dumps(values)
+    status, content = _answer(connection, "POST", path, body, kind)
     if status >= 300:
-        raise RunError(f"{method} {path}: {status}: {content[:300].decode(errors='replace')}")
+        raise RunError(f"POST {path}: {status}: {content[:300].decode(errors='replace')}")
     return json.loads(content)
 
 
-def _picture(port: int, number: int) -> float:
+def _small_job(prompt: str, *, steps: int = 2) -> dict[str, object]:
+    return {"prompt": prompt, "model": MODEL, "width": 64, "height": 64, "steps": steps}
+
+
+def _picture(connection: http.client.HTTPConnection, number: int) -> float:
+    """Seconds until a picture is there."""
     began_s = time.perf_counter()
-    _wanted(port, "/v1/images/generations", _picture_of(number))
+    values = {"prompt": prompt_of(number), "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
+    _post(connection, "/v1/images/generations", values)
     return time.perf_counter() - began_s
-
-
-def _picture_of(number: int) -> dict[str, object]:
-    return {"prompt": prompt_of(number), "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
 
 
 def _pictures(port: int, first: int) -> None:
     """A client's share of PICTURES, over one connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = _connected(port)
     for number in range(first, PICTURES, OPEN):
-        status, content = _ask(connection, "POST", "/v1/images/generations", _picture_of(1000 + number))
-        if status != 200:
-            raise RunError(f"POST /v1/images/generations: {status}: {content[:300].decode(errors='replace')}")
+        _picture(connection, 1000 + number)
 
 
 def _posts_and_cancels(port: int, *, seconds: float) -> list[float]:
-    connection, latencies_s = http.client.HTTPConnection("127.0.0.1", port, timeout=60), list[float]()
+    connection, latencies_s = _connected(port), list[float]()
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
-        values = {"prompt": f"open {len(latencies_s)}", "model": MODEL, "width": 64, "height": 64, "steps": 2}
         began_s = time.perf_counter()
-        status, content = _ask(connection, "POST", "/v1/jobs", values)
+        job = _post(connection, "/v1/jobs", _small_job(f"open {len(latencies_s)}"))
         latencies_s.append(time.perf_counter() - began_s)
-        if status != 200:
-            raise RunError(f"POST /v1/jobs: {status}: {content[:300].decode(errors='replace')}")
-        _ask(connection, "POST", f"/v1/jobs/{json.loads(content)['id']}/cancel")
+        _answer(connection, "POST", f"/v1/jobs/{job['id']}/cancel")
     return latencies_s
 
 
 def _submit(port: int, number: int) -> str:
-    values = {"prompt": f"long {number}", "model": MODEL, "width": 64, "height": 64, "steps": LONG_STEPS}
-    return str(_wanted(port, "/v1/jobs", values)["id"])
+    return str(_post(_connected(port), "/v1/jobs", _small_job(f"long {number}", steps=LONG_STEPS))["id"])
 
 
 def _posts(port: int, *, seconds: float) -> list[float]:
@@ -313,14 +311,11 @@ def _posts(port: int, *, seconds: float) -> list[float]:
     began_s = time.monotonic()
 
     def client(first: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = _connected(port)
         for number in range(first, int(seconds * POSTS_PER_S), POSTERS):
             due_s = began_s + number / POSTS_PER_S
             time.sleep(max(0.0, due_s - time.monotonic()))
-            values = {"prompt": prompt_of(number), "model": MODEL, "width": 64, "height": 64, "steps": 2}
-            status, content = _ask(connection, "POST", "/v1/jobs", values)
-            if status != 200:
-                raise RunError(f"POST /v1/jobs: {status}: {content[:300].decode(errors='replace')}")
+            _post(connection, "/v1/jobs", _small_job(prompt_of(number)))
             latencies_s.append(time.monotonic() - due_s)
 
     _in_threads(client, POSTERS)
@@ -340,9 +335,9 @@ def _ask_for(port: int, jobs: Sequence[str], *, seconds: float) -> int:
     ends_s = time.monotonic() + seconds
 
     def client(number: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = _connected(port)
         while time.monotonic() < ends_s:
-            status, _ = _ask(connection, "GET", f"/v1/jobs/{jobs[counts[number] % len(jobs)]}")
+            status, _ = _answer(connection, "GET", f"/v1/jobs/{jobs[counts[number] % len(jobs)]}")
             if status != 200:
                 return
             counts[number] += 1
@@ -355,16 +350,11 @@ def _batch(port: int) -> None:
     """A job file of many jobs in one request."""
     job = {"prompt": "a fox", "model": MODEL, "size": SIZE, "steps": 2}
     body = "".join(f"{json.dumps(job | {'id': f'b{idx}'})}\n" for idx in range(BURST))
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/batches", body, {"Content-Type": "application/jsonl"})
-    response = connection.getresponse()
-    content = response.read()
-    if response.status >= 300:
-        raise RunError(f"POST /v1/batches: {response.status}: {content[:300].decode(errors='replace')}")
+    _post(_connected(port), "/v1/batches", body, "jsonl")
 
 
 def _longest_turn(port: int) -> float:
-    _, content = _ask(http.client.HTTPConnection("127.0.0.1", port, timeout=60), "GET", "/metrics")
+    _, content = _answer(_connected(port), "GET", "/metrics")
     found = _TURN.search(content.decode())
     return float(found[1]) if found else 0.0
 

@@ -31,6 +31,7 @@ from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
 Inputs = dict[str, Any]
+Case = tuple[nn.Module, Inputs]
 
 PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 HEADS: dict[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 16}
@@ -52,385 +53,210 @@ def text_mask(num_tokens: int, num_valid: int) -> Tensor:
     return torch.arange(num_tokens)[None] < num_valid
 
 
-def chronoedit() -> tuple[nn.Module, Inputs]:
-    model = diffusers.ChronoEditTransformer3DModel(
-        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
-    )
-    inputs = {"hidden_states": random(1, 4, 2, 6, 10), "timestep": when()}
-    return model, inputs | {"encoder_hidden_states": random(1, 7, 32)}
+SMALL: dict[str, Any] = {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+WAN: dict[str, Any] = {**SMALL, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64}
+FLUX: dict[str, Any] = {**HEADS, "in_channels": 8, "num_layers": 2, "num_single_layers": 2}
+FLUX |= {"joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)}
+HUNYUAN: dict[str, Any] = {**SMALL, "num_single_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
+HUNYUAN |= {"text_embed_dim": 32}
+FIRST_GIVEN = torch.cat((torch.zeros(1, 15), torch.full((1, 30), 500.0)), 1)
+"""A timestep for each token, as from an image."""
 
 
-def cogvideox(**config: Any) -> tuple[nn.Module, Inputs]:
-    model = diffusers.CogVideoXTransformer3DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=16,
-        text_embed_dim=32,
-        num_layers=2,
-        sample_width=10,
-        sample_height=6,
-        sample_frames=9,
-        max_text_seq_length=11,
-        **config,
-    )
-    inputs = {"hidden_states": random(1, 3, 4, 6, 10), "timestep": when()}
-    return model, inputs | {"encoder_hidden_states": random(1, 11, 32)}
+def video(num_frames: int = 3, text_tokens: int = 7, **others: Any) -> Inputs:
+    inputs = {"hidden_states": random(1, 4, num_frames, 6, 10), "timestep": when()}
+    return inputs | {"encoder_hidden_states": random(1, text_tokens, 32)} | others
 
 
-def cogvideox_rotary() -> tuple[nn.Module, Inputs]:
+def tokens(number: int, text_tokens: int, *, channels: int = 8, **others: Any) -> Inputs:
+    inputs = {"hidden_states": random(1, number, channels), "timestep": when() / 1000}
+    return inputs | {"encoder_hidden_states": random(1, text_tokens, 32)} | others
+
+
+def chronoedit() -> Case:
+    return diffusers.ChronoEditTransformer3DModel(**WAN), video(2)
+
+
+def cogvideox(**config: Any) -> Case:
+    sizes = {"sample_width": 10, "sample_height": 6, "sample_frames": 9, "max_text_seq_length": 11}
+    widths = {"time_embed_dim": 16, "text_embed_dim": 32}
+    model = diffusers.CogVideoXTransformer3DModel(**SMALL, **sizes, **widths, **config)
+    return model, video(text_tokens=11, hidden_states=random(1, 3, 4, 6, 10))
+
+
+def cogvideox_rotary() -> Case:
     model, inputs = cogvideox(use_rotary_positional_embeddings=True)
     return model, inputs | {"image_rotary_emb": (random(45, 16), random(45, 16))}
 
 
-FLUX: dict[str, Any] = {
-    **HEADS,
-    "in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 6, 6),
-}
-
-
-def flux() -> tuple[nn.Module, Inputs]:
+def flux() -> Case:
     model = diffusers.FluxTransformer2DModel(**FLUX, pooled_projection_dim=16, guidance_embeds=True)
-    return model, {
-        "hidden_states": random(1, 21, 8),
-        "encoder_hidden_states": random(1, 5, 32),
-        "pooled_projections": random(1, 16),
-        "timestep": when() / 1000,
-        "img_ids": ids(21, 3),
-        "txt_ids": ids(5, 3) * 0,
-        "guidance": torch.tensor([3.5]),
-    }
+    given: Inputs = {"pooled_projections": random(1, 16), "guidance": torch.tensor([3.5])}
+    return model, tokens(21, 5, img_ids=ids(21, 3), txt_ids=ids(5, 3) * 0, **given)
 
 
-def flux_controlnet() -> tuple[nn.Module, Inputs]:
+def flux_controlnet() -> Case:
     model, inputs = flux()
     names = ("controlnet_block_samples", "controlnet_single_block_samples")
     return model, inputs | {name: [random(1, 21, 384)] for name in names}
 
 
-def flux2() -> tuple[nn.Module, Inputs]:
-    model = diffusers.Flux2Transformer2DModel(
-        **HEADS,
-        in_channels=8,
-        num_layers=2,
-        num_single_layers=2,
-        joint_attention_dim=32,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-    )
-    return model, {
-        "hidden_states": random(1, 21, 8),
-        "encoder_hidden_states": random(1, 5, 32),
-        "timestep": when() / 1000,
-        "img_ids": ids(21, 4)[None],
-        "txt_ids": ids(5, 4)[None],
-        "guidance": torch.tensor([3.5]),
-    }
+def flux2() -> Case:
+    config = FLUX | {"timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4)}
+    model, guidance = diffusers.Flux2Transformer2DModel(**config), torch.tensor([3.5])
+    return model, tokens(21, 5, img_ids=ids(21, 4)[None], txt_ids=ids(5, 4)[None], guidance=guidance)
 
 
-def helios(**config: Any) -> tuple[nn.Module, Inputs]:
+def helios(**config: Any) -> Case:
     """Chunks of a video with the frames before them, short and long ago."""
-    model = diffusers.HeliosTransformer3DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=2,
-        rope_dim=(4, 6, 6),
-        **config,
-    )
-    return model, {
-        "hidden_states": random(1, 4, 3, 6, 10),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": random(1, 7, 32),
-        "indices_hidden_states": torch.arange(6, 9)[None],
-        "indices_latents_history_short": torch.arange(4, 6)[None],
-        "indices_latents_history_mid": torch.arange(2, 4)[None],
-        "indices_latents_history_long": torch.arange(0, 4)[None],
-        "latents_history_short": random(1, 4, 2, 6, 10),
-        "latents_history_mid": random(1, 4, 2, 6, 10),
-        "latents_history_long": random(1, 4, 4, 6, 10),
-    }
+    model = diffusers.HeliosTransformer3DModel(**WAN, rope_dim=(4, 6, 6), **config)
+    inputs = video(timestep=torch.tensor([500]), indices_hidden_states=torch.arange(6, 9)[None])
+    for name, first, last in (("short", 4, 6), ("mid", 2, 4), ("long", 0, 4)):
+        inputs[f"indices_latents_history_{name}"] = torch.arange(first, last)[None]
+        inputs[f"latents_history_{name}"] = random(1, 4, last - first, 6, 10)
+    return model, inputs
 
 
-def helios_history() -> tuple[nn.Module, Inputs]:
+def helios_history() -> Case:
     return helios(is_amplify_history=True)
 
 
-def hunyuan(**config: Any) -> tuple[nn.Module, Inputs]:
-    model = diffusers.HunyuanVideoTransformer3DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        text_embed_dim=32,
-        pooled_projection_dim=16,
-        rope_axes_dim=(4, 6, 6),
-        **config,
-    )
-    return model, {
-        "hidden_states": random(1, 4, 3, 6, 10),
-        "timestep": when(),
-        "encoder_hidden_states": random(1, 11, 32),
-        "encoder_attention_mask": text_mask(11, 6),
-        "pooled_projections": random(1, 16),
-        "guidance": torch.tensor([6000.0]),
-    }
+def hunyuan(**config: Any) -> Case:
+    options = {"pooled_projection_dim": 16, "rope_axes_dim": (4, 6, 6), **config}
+    given: Inputs = {"pooled_projections": random(1, 16), "guidance": torch.tensor([6000.0])}
+    model = diffusers.HunyuanVideoTransformer3DModel(**HUNYUAN, **options)
+    return model, video(text_tokens=11, encoder_attention_mask=text_mask(11, 6), **given)
 
 
-def hunyuan_image() -> tuple[nn.Module, Inputs]:
+def hunyuan_image() -> Case:
     """From an image, whose tokens have a timestep of their own."""
     return hunyuan(image_condition_type="token_replace")
 
 
-def hunyuan_still() -> tuple[nn.Module, Inputs]:
-    model = diffusers.HunyuanImageTransformer2DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        text_embed_dim=32,
-        rope_axes_dim=(8, 8),
-    )
-    return model, {
-        "hidden_states": random(1, 4, 3, 7),
-        "timestep": when(),
-        "encoder_hidden_states": random(1, 11, 32),
-        "encoder_attention_mask": text_mask(11, 6),
-    }
+def hunyuan_still() -> Case:
+    model = diffusers.HunyuanImageTransformer2DModel(**HUNYUAN, rope_axes_dim=(8, 8))
+    given: Inputs = {"hidden_states": random(1, 4, 3, 7), "encoder_attention_mask": text_mask(11, 6)}
+    return model, video(text_tokens=11, **given)
 
 
-def longcat() -> tuple[nn.Module, Inputs]:
+def longcat() -> Case:
     return like_flux(diffusers.LongCatImageTransformer2DModel(**FLUX, pooled_projection_dim=16))
 
 
-def ovis() -> tuple[nn.Module, Inputs]:
+def ovis() -> Case:
     return like_flux(diffusers.OvisImageTransformer2DModel(**FLUX, out_channels=8))
 
 
-def like_flux(model: nn.Module) -> tuple[nn.Module, Inputs]:
+def like_flux(model: nn.Module) -> Case:
     _, inputs = flux()
     return model, {name: x for name, x in inputs.items() if name not in ("pooled_projections", "guidance")}
 
 
-def skyreels() -> tuple[nn.Module, Inputs]:
+def skyreels() -> Case:
     """A timestep for each frame."""
-    model = diffusers.SkyReelsV2Transformer3DModel(
-        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
-    )
-    _, inputs = wan()
-    return model, inputs | {"timestep": torch.tensor([[0, 300, 900]]), "enable_diffusion_forcing": True}
+    given: Inputs = {"timestep": torch.tensor([[0, 300, 900]]), "enable_diffusion_forcing": True}
+    return diffusers.SkyReelsV2Transformer3DModel(**WAN), video(**given)
 
 
-def ltx() -> tuple[nn.Module, Inputs]:
-    """A timestep for each token, as from an image, and a padded text."""
-    model = diffusers.LTXVideoTransformer3DModel(
-        **HEADS,
-        in_channels=8,
-        out_channels=8,
-        cross_attention_dim=384,
-        num_layers=2,
-        caption_channels=32,
-    )
-    return model, {
-        "hidden_states": random(1, 45, 8),
-        "encoder_hidden_states": random(1, 7, 32),
-        "timestep": torch.cat((torch.zeros(1, 15), torch.full((1, 30), 500.0)), 1),
-        "encoder_attention_mask": text_mask(7, 4),
-        "num_frames": 3,
-        "height": 3,
-        "width": 5,
-    }
+def ltx() -> Case:
+    """A timestep for each token, and a padded text."""
+    widths = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 384, "caption_channels": 32}
+    model = diffusers.LTXVideoTransformer3DModel(**SMALL | widths)
+    given: Inputs = {"timestep": FIRST_GIVEN, "encoder_attention_mask": text_mask(7, 4)}
+    return model, tokens(45, 7, num_frames=3, height=3, width=5, **given)
 
 
-def ltx2(**config: Any) -> tuple[nn.Module, Inputs]:
-    model = diffusers.LTX2VideoTransformer3DModel(
-        **HEADS,
-        in_channels=8,
-        out_channels=8,
-        cross_attention_dim=384,
-        audio_in_channels=8,
-        audio_out_channels=8,
-        audio_num_attention_heads=24,
-        audio_attention_head_dim=8,
-        audio_cross_attention_dim=192,
-        num_layers=2,
-        caption_channels=32,
-        **config,
-    )
-    return model, {
-        "hidden_states": random(1, 45, 8),
-        "audio_hidden_states": random(1, 13, 8),
-        "encoder_hidden_states": random(1, 7, 32),
-        "audio_encoder_hidden_states": random(1, 7, 32),
-        "timestep": torch.cat((torch.zeros(1, 15), torch.full((1, 30), 500.0)), 1),
-        "audio_timestep": when(),
-        "encoder_attention_mask": text_mask(7, 4),
-        "audio_encoder_attention_mask": text_mask(7, 4),
-        "num_frames": 3,
-        "height": 3,
-        "width": 5,
-        "audio_num_frames": 13,
-    }
+def ltx2(**config: Any) -> Case:
+    widths = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 384, "caption_channels": 32}
+    audio = {"in_channels": 8, "out_channels": 8, "num_attention_heads": 24, "attention_head_dim": 8}
+    widths |= {f"audio_{name}": value for name, value in {**audio, "cross_attention_dim": 192}.items()}
+    model = diffusers.LTX2VideoTransformer3DModel(**SMALL | widths, **config)
+    _, inputs = ltx()
+    inputs |= {"audio_encoder_hidden_states": random(1, 7, 32), "audio_timestep": when()}
+    inputs |= {"audio_encoder_attention_mask": text_mask(7, 4), "audio_num_frames": 13}
+    return model, inputs | {"audio_hidden_states": random(1, 13, 8)}
 
 
-def ltx2_split() -> tuple[nn.Module, Inputs]:
+def ltx2_split() -> Case:
     return ltx2(rope_type="split")
 
 
-def minimax() -> tuple[nn.Module, Inputs]:
-    model = diffusers.MiniMaxH3Transformer3DModel(
-        **HEADS,
-        hidden_size=64,
-        num_layers=2,
-        num_refiner_layers=1,
-        ffn_dim=64,
-        in_channels=4,
-        audio_in_channels=8,
-        text_dim=32,
-        freq_dim=32,
-        time_embed_hidden_dim=32,
-        time_embed_dim=16,
-        rope_freq_dim=2,
-    )
+def minimax() -> Case:
+    widths = {"hidden_size": 64, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 8, "text_dim": 32}
+    widths |= {"freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 16, "rope_freq_dim": 2}
+    model = diffusers.MiniMaxH3Transformer3DModel(**HEADS, **widths, num_layers=2, num_refiner_layers=1)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
-    video, audio, text = order[:21], order[21:30], order[30:]
-    tags = torch.zeros(37, dtype=torch.long).index_fill(0, text, 1).index_fill(0, audio, 2)
-    return model, {
-        "hidden_states": random(1, 21, 16),
-        "audio_hidden_states": random(1, 9, 8),
-        "encoder_hidden_states": random(1, 7, 32),
-        "timestep": torch.tensor([0.0, 0.5]),
-        "timestep_indices": tags.eq(0).long(),
-        "token_tags": tags,
-        "position_ids": ids(37, 3),
-        "video_indices": video,
-        "audio_indices": audio,
-        "text_indices": text,
-    }
+    places = {"video_indices": order[:21], "audio_indices": order[21:30], "text_indices": order[30:]}
+    tags = torch.zeros(37, dtype=torch.long)
+    tags = tags.index_fill(0, order[30:], 1).index_fill(0, order[21:30], 2)
+    given: Inputs = {"timestep": torch.tensor([0.0, 0.5]), "timestep_indices": tags.eq(0).long()}
+    given |= {"token_tags": tags, "position_ids": ids(37, 3), "audio_hidden_states": random(1, 9, 8)}
+    return model, tokens(21, 7, channels=16, **given, **places)
 
 
-def qwen(**config: Any) -> tuple[nn.Module, Inputs]:
-    model = diffusers.QwenImageTransformer2DModel(
-        **HEADS,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-        **config,
-    )
-    return model, {
-        "hidden_states": random(1, 21, 16),
-        "encoder_hidden_states": random(1, 7, 32),
-        "encoder_hidden_states_mask": text_mask(7, 5),
-        "timestep": when() / 1000,
-        "img_shapes": [[(1, 3, 7)]],
-    }
+def qwen(**config: Any) -> Case:
+    widths = {"in_channels": 16, "joint_attention_dim": 32, "axes_dims_rope": (4, 6, 6)}
+    given: Inputs = {"encoder_hidden_states_mask": text_mask(7, 5), "img_shapes": [[(1, 3, 7)]]}
+    model = diffusers.QwenImageTransformer2DModel(**SMALL | widths, **config)
+    return model, tokens(21, 7, channels=16, **given)
 
 
-def qwen_controlnet() -> tuple[nn.Module, Inputs]:
+def qwen_controlnet() -> Case:
     model, inputs = qwen()
     return model, inputs | {"controlnet_block_samples": [random(1, 21, 384)]}
 
 
-def qwen_edit() -> tuple[nn.Module, Inputs]:
+def qwen_edit() -> Case:
     """The noise and an image to edit, whose tokens have a timestep of their own."""
     model, inputs = qwen(zero_cond_t=True)
     return model, inputs | {"hidden_states": random(1, 27, 16), "img_shapes": [[(1, 3, 7), (1, 2, 3)]]}
 
 
-def qwen_layered() -> tuple[nn.Module, Inputs]:
+def qwen_layered() -> Case:
     model, inputs = qwen(use_additional_t_cond=True, use_layer3d_rope=True)
     shapes = {"img_shapes": [[(1, 3, 7), (1, 3, 7), (1, 2, 3)]], "hidden_states": random(1, 48, 16)}
     return model, inputs | shapes | {"additional_t_cond": torch.tensor([0])}
 
 
-def sd3() -> tuple[nn.Module, Inputs]:
+def sd3() -> Case:
     """As 3.5 medium: the first block has a second attention, to the picture alone."""
+    widths = {"joint_attention_dim": 32, "caption_projection_dim": 384, "pooled_projection_dim": 16}
+    sizes = {"sample_size": 16, "pos_embed_max_size": 16}
     model = diffusers.SD3Transformer2DModel(
-        **HEADS,
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        joint_attention_dim=32,
-        caption_projection_dim=384,
-        pooled_projection_dim=16,
-        pos_embed_max_size=16,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
+        **SMALL, **widths, **sizes, dual_attention_layers=(0,), qk_norm="rms_norm"
     )
-    return model, {
-        "hidden_states": random(1, 4, 6, 14),
-        "encoder_hidden_states": random(1, 11, 32),
-        "pooled_projections": random(1, 16),
-        "timestep": when(),
-    }
+    given: Inputs = {"hidden_states": random(1, 4, 6, 14), "pooled_projections": random(1, 16)}
+    return model, video(text_tokens=11, **given)
 
 
-def sd3_controlnet() -> tuple[nn.Module, Inputs]:
+def sd3_controlnet() -> Case:
     model, inputs = sd3()
     return model, inputs | {"block_controlnet_hidden_states": [random(1, 21, 384)]}
 
 
-def wan() -> tuple[nn.Module, Inputs]:
-    model = diffusers.WanTransformer3DModel(
-        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
-    )
-    inputs = {"hidden_states": random(1, 4, 3, 6, 10), "timestep": when()}
-    return model, inputs | {"encoder_hidden_states": random(1, 7, 32)}
+def wan() -> Case:
+    return diffusers.WanTransformer3DModel(**WAN), video()
 
 
-def wan_vace() -> tuple[nn.Module, Inputs]:
-    model = diffusers.WanVACETransformer3DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=3,
-        vace_layers=[0, 2],
-        vace_in_channels=6,
-    )
-    _, inputs = wan()
-    return model, inputs | {"control_hidden_states": random(1, 6, 3, 6, 10)}
+def wan_vace() -> Case:
+    config = WAN | {"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6}
+    model = diffusers.WanVACETransformer3DModel(**config)
+    return model, video(control_hidden_states=random(1, 6, 3, 6, 10))
 
 
-def z_image() -> tuple[nn.Module, Inputs]:
-    model = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=384,
-        n_layers=2,
-        n_refiner_layers=2,
-        n_heads=24,
-        n_kv_heads=24,
-        cap_feat_dim=32,
-        axes_dims=[4, 6, 6],
-        axes_lens=[128, 32, 32],
-    )
+def z_image() -> Case:
+    numbers = {"n_layers": 2, "n_refiner_layers": 2, "n_heads": 24, "n_kv_heads": 24}
+    axes = {"axes_dims": [4, 6, 6], "axes_lens": [128, 32, 32]}
+    model = diffusers.ZImageTransformer2DModel(in_channels=4, dim=384, cap_feat_dim=32, **numbers, **axes)
     return model, {"x": [random(4, 1, 6, 14)], "t": torch.tensor([0.5]), "cap_feats": [random(9, 32)]}
 
 
-def z_image_controlnet() -> tuple[nn.Module, Inputs]:
+def z_image_controlnet() -> Case:
     model, inputs = z_image()
     return model, inputs | {"controlnet_block_samples": {0: random(1, 64, 384), 1: random(1, 64, 384)}}
 
 
-CASES: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+CASES: Mapping[str, Callable[[], Case]] = {
     case.__name__.replace("_", "-"): case
     for case in (
         *(chronoedit, cogvideox, cogvideox_rotary, flux, flux_controlnet, flux2, helios, helios_history),
@@ -441,7 +267,7 @@ CASES: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
 }
 
 
-def make(name: str) -> tuple[nn.Module, Inputs]:
+def make(name: str) -> Case:
     """A case's transformer with hooks, and the inputs of a forward."""
     torch.manual_seed(0)
     model, inputs = CASES[name]()

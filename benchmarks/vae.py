@@ -53,11 +53,8 @@ class Case(NamedTuple):
         if self.stage == "encode":
             shape = (1, 3, self.frames, self.height, self.width)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        return (
-            drawn.clamp(-1, 1).to(vae.device, vae.dtype)
-            if self.stage == "encode"
-            else drawn.to(vae.device, vae.dtype)
-        )
+        drawn = drawn.clamp(-1, 1) if self.stage == "encode" else drawn
+        return drawn.to(vae.device, vae.dtype)
 
     def run(self, vae: Any, x: Tensor) -> Tensor:
         result: Tensor = vae.encode(x).latent_dist.mode() if self.stage == "encode" else vae.decode(x).sample

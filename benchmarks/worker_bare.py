@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bare_messages import BareTimes, RunBare
+from benchmarks.bare import BareTimes, RunBare
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Adapter

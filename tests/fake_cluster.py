@@ -46,14 +46,12 @@ class FaultyCluster(FakeCluster):
         super().__init__(**options)
         self._random = Random(seed)
         self._earlier: list[JobEnded] = []
-        self.num_killed = 0
 
     def wait(self, until_s: float | None) -> Sequence[Report]:
         reports = [*super().wait(until_s)]
         chance = self._random.random()
         if chance < 0.04 and len(self.nodes) > 1:
             victim = self._random.choice(self.nodes)
-            self.num_killed += 1
             self.kill(victim.name)
         elif chance < 0.08:
             self.add()

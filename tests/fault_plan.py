@@ -50,33 +50,20 @@ class FaultPoint(StrEnum):
     WRITTEN = "after the file"
 
 
+_EVERY = (
+    FaultKind.KILL,
+    FaultKind.EXIT,
+    FaultKind.RAISE,
+    FaultKind.STOP,
+    FaultKind.HANG,
+    FaultKind.DELAY,
+)
 KINDS = {
     FaultPoint.LOADING: (FaultKind.KILL, FaultKind.EXIT, FaultKind.RAISE, FaultKind.STOP),
     FaultPoint.RECEIVING: (FaultKind.KILL, FaultKind.HANG, FaultKind.DELAY),
-    FaultPoint.BEFORE: (
-        FaultKind.KILL,
-        FaultKind.EXIT,
-        FaultKind.RAISE,
-        FaultKind.STOP,
-        FaultKind.HANG,
-        FaultKind.DELAY,
-    ),
-    FaultPoint.WAITING: (
-        FaultKind.KILL,
-        FaultKind.EXIT,
-        FaultKind.RAISE,
-        FaultKind.STOP,
-        FaultKind.HANG,
-        FaultKind.DELAY,
-    ),
-    FaultPoint.MEETING: (
-        FaultKind.KILL,
-        FaultKind.EXIT,
-        FaultKind.RAISE,
-        FaultKind.STOP,
-        FaultKind.HANG,
-        FaultKind.DELAY,
-    ),
+    FaultPoint.BEFORE: _EVERY,
+    FaultPoint.WAITING: _EVERY,
+    FaultPoint.MEETING: _EVERY,
     FaultPoint.SENDING: (FaultKind.KILL, FaultKind.EXIT, FaultKind.STOP, FaultKind.HANG, FaultKind.DELAY),
     FaultPoint.PUBLISHED: (
         FaultKind.KILL,

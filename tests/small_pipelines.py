@@ -10,7 +10,6 @@ import inspect
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -36,6 +35,36 @@ _FLUX = {
     "num_single_layers": 1,
     "joint_attention_dim": WIDTH,
     "axes_dims_rope": (4, 6, 6),
+}
+_HUNYUAN_DIT: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 16,
+    "patch_size": 2,
+    "sample_size": 32,
+    "hidden_size": 32,
+    "cross_attention_dim": WIDTH,
+    "cross_attention_dim_t5": WIDTH,
+    "pooled_projection_dim": 4,
+    "text_len": 77,
+    "text_len_t5": 256,
+}
+_JOY_IMAGE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "text_dim": WIDTH,
+    "num_layers": 2,
+    "rope_dim_list": [4, 6, 6],
+}
+_KANDINSKY: dict[str, Any] = {
+    "in_text_dim": WIDTH,
+    "in_text_dim2": WIDTH,
+    "time_dim": 16,
+    "model_dim": 32,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (4, 6, 6),
 }
 _WAN = {**_HEADS, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 _WAN_VAE = {"base_dim": 8, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
@@ -361,34 +390,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_resolution": (64, 64),
         "llama_layers": [0, 1],
     },
-    "HunyuanDiT2DModel": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "in_channels": 16,
-        "patch_size": 2,
-        "sample_size": 32,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "cross_attention_dim": WIDTH,
-        "cross_attention_dim_t5": WIDTH,
-        "pooled_projection_dim": 4,
-        "text_len": 77,
-        "text_len_t5": 256,
-    },
-    "HunyuanDiT2DControlNetModel": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "in_channels": 16,
-        "patch_size": 2,
-        "sample_size": 32,
-        "hidden_size": 32,
-        "transformer_num_layers": 2,
-        "cross_attention_dim": WIDTH,
-        "cross_attention_dim_t5": WIDTH,
-        "pooled_projection_dim": 4,
-        "text_len": 77,
-        "text_len_t5": 256,
-    },
+    "HunyuanDiT2DModel": {**_HUNYUAN_DIT, "num_layers": 2},
+    "HunyuanDiT2DControlNetModel": {**_HUNYUAN_DIT, "transformer_num_layers": 2},
     "HunyuanImageTransformer2DModel": {
         **_HEADS,
         "in_channels": 16,
@@ -447,31 +450,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "llm_features_dim": WIDTH,
         "mrope_section": (4, 2, 2),
     },
-    "JoyImageEditTransformer3DModel": {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "text_dim": WIDTH,
-        "num_layers": 2,
-        "rope_dim_list": [4, 6, 6],
-    },
-    "JoyImageEditPlusTransformer3DModel": {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "text_dim": WIDTH,
-        "num_layers": 2,
-        "rope_dim_list": [4, 6, 6],
-    },
+    "JoyImageEditTransformer3DModel": _JOY_IMAGE,
+    "JoyImageEditPlusTransformer3DModel": _JOY_IMAGE,
     "Kandinsky5Transformer3DModel": {
         "in_visual_dim": 16,
         "out_visual_dim": 16,
-        "in_text_dim": WIDTH,
-        "in_text_dim2": WIDTH,
-        "time_dim": 16,
-        "model_dim": 32,
-        "ff_dim": 32,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 2,
-        "axes_dims": (4, 6, 6),
+        **_KANDINSKY,
     },
     "Krea2Transformer2DModel": {
         **_HEADS,
@@ -779,14 +763,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "axes_dims": (4, 6, 6),
     },
     "Kandinsky6Transformer3DModel": {
-        "in_text_dim": WIDTH,
-        "in_text_dim2": WIDTH,
-        "time_dim": 16,
-        "model_dim": 32,
-        "ff_dim": 32,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 2,
-        "axes_dims": (4, 6, 6),
+        **_KANDINSKY,
         "visual_token_type_num_embeddings": 2,
     },
     "StableAudio3DurationEmbedder": {"output_dim": WIDTH, "fourier_dim": 16},
@@ -1234,14 +1211,6 @@ ARGUMENTS: dict[str, Any] = {
     "video": lambda: movie(),
 }
 """Arguments of calls, for every pipeline that takes them; functions are called."""
-
-
-@dataclass(frozen=True, slots=True)
-class SmallPipeline:
-    """A pipeline, and the arguments of a call."""
-
-    pipeline: Any
-    args: dict[str, Any]
 
 
 def pipeline_names() -> list[str]:

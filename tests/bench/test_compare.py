@@ -1,5 +1,4 @@
 import json
-import signal
 from dataclasses import replace
 
 import pytest
@@ -203,16 +202,6 @@ def test_a_policy_that_fails_too_often_does_not_pass_for_what_replaced_it(tmp_pa
     assert f"{raising} failed too often (ValueError: no): fcfs took over" in out
 
 
-@pytest.fixture
-def own_handlers():
-    """Signal handlers are put back: a command that was interrupted ignores further signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("own_handlers")
 @pytest.mark.parametrize(("last", "num_done"), [("legacy", 0), ("srtf", 2)])
 def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
     tmp_path, capsys, monkeypatch, last, num_done

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import decode
-from benchmarks.decode import SHAPES, DecodeRow, measure_decodes, store, table_of
+from benchmarks.decode import SHAPES, DecodeRow, measure_decodes, table_of
 from gfgen.bench import gfc
 from gfgen.errors import InputError
 from gfgen.layout import Layout
@@ -63,11 +61,3 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     assert len(measure_decodes(num_gpus=4, seconds=0)) == 1
     with pytest.raises(InputError, match="this machine has 4 NVIDIA GPUs"):
         measure_decodes(num_gpus=5)
-
-
-def test_rows_are_stored_beside_their_table(tmp_path: Path) -> None:
-    row = DecodeRow("wan", "float32", 1, seconds=1.0, first_s=2.0, peak_gb=3.0)
-    text = "\n".join(table_of([row], device="GPU", command="python -m benchmarks.decode"))
-    store([row], tmp_path / "decode", text)
-    assert json.loads((tmp_path / "decode.json").read_text())[0]["seconds"] == 1.0
-    assert (tmp_path / "decode.md").read_text().startswith("# Decodes")

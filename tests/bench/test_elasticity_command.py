@@ -43,7 +43,7 @@ def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
 
 def test_each_model_has_files_of_its_own(tmp_path: Path) -> None:
     for model in ("models/wan", "qwen"):
-        _report([ElasticityRow(model, "", "found", 1)], {**ABOUT, "model": model}, tmp_path, as_json=False)
+        _report([ElasticityRow(model, "", "found", 1)], {**ABOUT, "model": model}, tmp_path)
     day = time.strftime("%Y-%m-%d")
     content = json.loads((tmp_path / f"{day}-elasticity-wan.json").read_text())
     assert content["rows"][0]["name"] == "models/wan"
@@ -51,5 +51,5 @@ def test_each_model_has_files_of_its_own(tmp_path: Path) -> None:
 
 
 def test_nothing_takes_the_place_of_what_was_measured_before(tmp_path: Path) -> None:
-    _report([], ABOUT, tmp_path, as_json=True)
+    _report([], ABOUT, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.bare_messages import BareTimes
+from benchmarks.bare import BareTimes
 from benchmarks.elasticity_rows import bare_rows
 from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage, Task

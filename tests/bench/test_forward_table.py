@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import forward
-from benchmarks.forward import SHAPES, MeasuredForward, cells_of, store, table_of
+from benchmarks.forward import SHAPES, MeasuredForward, cells_of, keep, table_of
 from gfgen.bench import gfc
 from gfgen.errors import InputError, WorkerError
 
@@ -100,17 +100,18 @@ def test_halves_need_an_even_number_of_gpus():
     assert {cell.degree for cell in cells_of(num_gpus=4, only=["*/both-on-halves"])} == {2, 4}
 
 
-def test_results_of_several_runs_come_together_in_one_table_and_one_chart(tmp_path: Path):
+def test_results_of_several_calls_come_together_in_one_table(tmp_path: Path):
     first, second = (cells_of(num_gpus=2, only=[name])[0] for name in ("*49/1/ours", "*49/2/diffusers"))
-    store([MeasuredForward(first, ms=1.5)], tmp_path / "x", device="1 x GPU", command="one")
-    store([MeasuredForward(second, ms=2.5)], tmp_path / "x", device="2 x GPU, more", command="two")
-    found = json.loads((tmp_path / "x.json").read_text())["cells"]
-    assert {name: entry["ms"] for name, entry in found.items()} == {first.name: 1.5, second.name: 2.5}
-    text = (tmp_path / "x.md").read_text()
+    path = tmp_path / "found.json"
+    keep([MeasuredForward(first, ms=1.5)], path, device="1 x GPU", command="one")
+    results, device, command = keep(
+        [MeasuredForward(second, ms=2.5)], path, device="2 x GPU, more", command="two"
+    )
+    assert {each.cell.name: each.ms for each in results} == {first.name: 1.5, second.name: 2.5}
+    text = "\n".join(table_of(results, device=device, command=command))
     assert "2 x GPU, more; command: `one`, `two`" in text
     assert "| wan-832x480x49 | 1.5 |" in text
     assert "| wan-832x480x49 | 2.5 |" in text
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_cells_are_kept_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -128,7 +129,6 @@ def test_cells_are_kept_as_they_are_measured(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("gfgen.gfc.cuda.driver.driver", Machine)
     monkeypatch.setattr(forward, "measure_forwards", measure)
-    result = CliRunner().invoke(forward.main, ["--output", str(tmp_path)])
+    result = CliRunner().invoke(forward.main, ["--to", str(path := tmp_path / "found.json")])
     assert isinstance(result.exception, WorkerError)
-    (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["cells"][cell.name]["ms"] == 1.5

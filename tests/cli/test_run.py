@@ -199,13 +199,11 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
-        ((signal.SIGTERM,), 143),
         ((signal.SIGINT, signal.SIGINT), 130),
         ((signal.SIGUSR1,), 138),
-        ((signal.SIGUSR2, signal.SIGUSR2), 140),
         ((signal.SIGXCPU, signal.SIGXCPU), 152),
     ],
-    ids=["term", "twice", "usr1", "usr2", "xcpu"],
+    ids=["twice", "usr1", "xcpu"],
 )
 def test_signals_stop_the_run_with_one_line(folder, numbers, code):
     (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")

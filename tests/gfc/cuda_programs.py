@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 import time
@@ -345,10 +344,6 @@ def larger_than_a_bank(
     wrong["tokens"] = group.tokens_from_heads(y, token_sizes=tokens, head_sizes=head_sizes) != x[slot]
     group.finish()
     return {name: int(differs.sum()) for name, differs in wrong.items()}
-
-
-def sizes_match() -> bool:
-    return ctypes.sizeof(Expected) == 16 + 32 + 32 + 32
 
 
 def gather_once(

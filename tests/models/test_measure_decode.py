@@ -10,7 +10,7 @@ import torch
 from forked_ranks import ForkedRanks
 from small_vaes import small_vae
 
-from benchmarks.measure_decode import Decode, decode_alone, decode_shared, psnr, random_latents
+from benchmarks.decode import Decode, decode_alone, decode_shared, psnr, random_latents
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.shared_decode import install

@@ -130,29 +130,16 @@ def test_heads_are_normalised_and_turned(
     angles = random(length, head_dim, seed=3).float()  # every second one counts
     turns = (angles.cos()[:, 0::2], angles.sin()[:, 0::2]) if has_turns else None
     on_device = None if turns is None else tuple(each.to(device) for each in turns)
-    result = rows.heads(
-        projected.to(device),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        weights=[weight.to(device) for weight in weights],
-        eps=1e-6,
-        turns=on_device,
-    )
+    given: Any = {"num_heads": num_heads, "head_dim": head_dim, "eps": 1e-6, "turns": on_device}
+    given["weights"] = [weight.to(device) for weight in weights]
+    result = rows.heads(projected.to(device), **given)
     wanted = wanted_heads(projected, num_heads, weights, turns)
     assert result.shape == (2, 1, length, num_heads, head_dim)
     for part, expected in zip(result, wanted, strict=False):
         assert_close(part, expected)
 
     joint = torch.full((3, 1, length + 4, num_heads, head_dim), 7.0, dtype=dtype, device=device)
-    rows.heads(
-        projected.to(device),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        weights=[weight.to(device) for weight in weights],
-        eps=1e-6,
-        turns=on_device,
-        into=joint[:, :, 2 : 2 + length],
-    )
+    rows.heads(projected.to(device), **given, into=joint[:, :, 2 : 2 + length])
     for part, expected in zip(joint[:, :, 2 : 2 + length], wanted, strict=True):
         assert_close(part, expected)
     assert (joint[:, :, :2] == 7).all(), "what lies beside it is left alone"

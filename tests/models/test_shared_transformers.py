@@ -25,7 +25,8 @@ from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import PLANS
 
-DEGREES = ("2", "3", "4", "5", "6", "7", "8", "1x2", "2x2", "3x2", "2x4")
+DEGREES = ("2", "3", "5", "8", "1x2", "2x2", "3x2")
+"""Even and uneven parts of 24 heads, rings of one and of several ranks, and most ranks."""
 TOLERANCE = 1e-5
 """Of the largest magnitude: sums are in another order."""
 

@@ -179,6 +179,17 @@ PROFILE = Profile(
 )
 
 
+def at_random(random, clock, num_ranks):
+    """Options of a run."""
+    return {
+        "policy": random.choice(POLICIES),
+        "clock": clock,
+        "backend": Unsteady(clock, num_ranks=num_ranks, random=random),
+        "num_ranks": num_ranks,
+        "lookahead_s": random.choice([0.0, 0.01, 0.2, 5.0]),
+    }
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_runs_decide_the_same_again(tmp_path, seed):
     random = Random(seed)
@@ -189,11 +200,7 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     control = run(
         tmp_path / "journal.jsonl",
         jobs,
-        policy=random.choice(POLICIES),
-        clock=clock,
-        backend=Unsteady(clock, num_ranks=num_ranks, random=random),
-        num_ranks=num_ranks,
-        lookahead_s=random.choice([0.0, 0.01, 0.2, 5.0]),
+        **at_random(random, clock, num_ranks),
         profile=profile,
         first_use_s=random.choice([0.0, 0.5]),
     )
@@ -213,11 +220,7 @@ def test_runs_with_shared_steps_decide_the_same_again(tmp_path, seed):
     run(
         tmp_path / "journal.jsonl",
         jobs,
-        policy=random.choice(POLICIES),
-        clock=clock,
-        backend=Unsteady(clock, num_ranks=num_ranks, random=random),
-        num_ranks=num_ranks,
-        lookahead_s=random.choice([0.0, 0.01, 0.2, 5.0]),
+        **at_random(random, clock, num_ranks),
         profile=(profile := random.choice([None, PROFILE])),
         reads_s={"fake": random.choice([0.1, 1.0])},
     )

@@ -517,14 +517,19 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
     assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
 
 
-def test_a_prompt_of_a_dispatch_that_was_given_up_is_not_used(rank: Rank) -> None:
-    rank.run_to_end(1, 0)
+def assert_another_prompt_is_used(rank: Rank) -> None:
+    """After the first dispatch was given up and another rank has encoded."""
     rank.give_up(1)
     rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
     rank.run_to_end(3, 1, producer=2)
     (prompt,) = rank.adapter.prompts
     assert prompt is not None
     assert bool((prompt == 7.0).all())
+
+
+def test_a_prompt_of_a_dispatch_that_was_given_up_is_not_used(rank: Rank) -> None:
+    rank.run_to_end(1, 0)
+    assert_another_prompt_is_used(rank)
 
 
 def test_a_prompt_of_a_dispatch_that_failed_after_its_launch_is_not_used(rank: Rank) -> None:
@@ -533,12 +538,7 @@ def test_a_prompt_of_a_dispatch_that_failed_after_its_launch_is_not_used(rank: R
     fault = rank.answer()
     assert isinstance(fault, TaskFault)
     assert "NaN or infinity in the prompt" in fault.reason
-    rank.give_up(1)
-    rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
-    rank.run_to_end(3, 1, producer=2)
-    (prompt,) = rank.adapter.prompts
-    assert prompt is not None
-    assert bool((prompt == 7.0).all())
+    assert_another_prompt_is_used(rank)
 
 
 def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:

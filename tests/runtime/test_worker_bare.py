@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bare_messages import RunBare
+from benchmarks.bare import RunBare
 from benchmarks.worker_bare import BareLoop
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout

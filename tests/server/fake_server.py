@@ -99,10 +99,6 @@ class FakeServer:
         change = server_schemas.Change(server_time=time.time(), **values)
         self._put(_event("change", change.model_dump_json(include=change.model_fields_set)))
 
-    def restate(self) -> None:
-        """Send the whole state."""
-        self._put(_event("state", self._body()))
-
     def hang_up(self) -> None:
         """End all streams."""
         self._put(None)
