@@ -129,8 +129,12 @@ class Limits:
     """The most of them that can share the heads; beyond that they share keys, in rings."""
     max_decode_degree: int = 1
     """The most ranks that can share the rows of a decode."""
-    in_torus: bool = False
-    """Whether ranks exchange heads in a torus, since their links are slow."""
+    exchanged_bytes: float = 0.0
+    """Queries, keys, values and results of all tokens in a step's attentions; 0 if unknown."""
+    attention: float = 0.0
+    """The share of a step's operations that these attentions are."""
+    link_bytes_per_s: float = 0.0
+    """Of slow links, over which ranks exchange heads in a torus; 0: they reach each other's memory."""
 
     @property
     def step_degree(self) -> int:
@@ -158,7 +162,7 @@ def _ways(limits: Limits, num_ranks: int) -> tuple[Degrees, ...]:
         for cfg, sequence in shared
         if cfg * sequence == most
     ]
-    if limits.in_torus:
+    if limits.link_bytes_per_s:
         layouts = [replace(each, ulysses=1, torus=each.ulysses) for each in layouts]
     return tuple([each.degrees for each in layouts])
 

@@ -180,6 +180,9 @@ class Costs(Protocol):
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
 
+    def sets(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """These ranks, cut into sets that a layout can be taken from."""
+
     def spread(self, task: Task, layout: Layout) -> float:
         """How far `task_s` may be off, as a share of it."""
 
@@ -203,8 +206,6 @@ class Snapshot:
     running: tuple[RunningTask, ...]
     ranks: tuple[RankView, ...]
     """Living ranks, in order."""
-    islands: tuple[tuple[int, ...], ...]
-    """Sets of ranks that reach each other's memory; a layout stays inside one."""
     max_degree: int
     """The most ranks that one task can use here."""
     costs: Costs
@@ -251,13 +252,13 @@ class Snapshot:
         return tuple([view.rank for view in self.ranks if view.can_take])
 
     def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """The living ranks cut into fixed groups of `degree`, each inside one island.
+        """The living ranks cut into fixed groups of `degree`, each of ranks that can share a task.
 
         A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
-        are left out, unless no group can be filled, when each island is one group.
+        are left out, unless no group can be filled, when all that can share a task are one group.
         """
         alive = tuple([view.rank for view in self.ranks])
-        return list(_groups(alive, self.islands, max(1, min(degree, self.max_degree))))
+        return list(_groups(self.costs.sets(alive), max(1, min(degree, self.max_degree))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,14 +310,9 @@ def _layout(ranks: tuple[int, ...], degrees: Degrees) -> Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(
-    alive: tuple[int, ...], islands: tuple[tuple[int, ...], ...], degree: int
-) -> tuple[tuple[int, ...], ...]:
+def _groups(sets: tuple[tuple[int, ...], ...], degree: int) -> tuple[tuple[int, ...], ...]:
     """`Snapshot.groups`; kept, since the same ranks are cut into the same groups at every step."""
-    whole = [tuple(rank for rank in island if rank in alive) for island in islands]
     groups = [
-        island[start : start + degree]
-        for island in whole
-        for start in range(0, len(island) - degree + 1, degree)
+        each[start : start + degree] for each in sets for start in range(0, len(each) - degree + 1, degree)
     ]
-    return tuple(groups or [island[:degree] for island in whole if island])
+    return tuple(groups or [each[:degree] for each in sets])

@@ -158,7 +158,6 @@ class ActedRun:
             ranks=tuple(
                 RankView(rank, self.now_s, rank in self.free, frozenset()) for rank in range(self.num_ranks)
             ),
-            islands=(tuple(range(self.num_ranks)),),
             max_degree=self.num_ranks,
             costs=NoCosts(),
         )

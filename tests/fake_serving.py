@@ -109,6 +109,8 @@ class FakeGeometry:
     def num_tokens(self, spec: JobSpec) -> int:
         return 8
 
+    attention_width = 0
+
     def num_latent_rows(self, spec: JobSpec) -> int:
         return 1
 

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 65_673,
-    "files of the package": 286,
-    "lines of the core": 5_574,
+    "lines of the package": 65_958,
+    "files of the package": 287,
+    "lines of the core": 5_577,
     "files of the core": 24,
     "modules of one folder": 13,
     "methods of one class": 25,

@@ -37,9 +37,9 @@ def test_every_rank_is_used_whatever_the_heads(num_shards: int, cfg: int, heads:
         (Limits(True, 99, 2), 8, ((2, 2, 2), (1, 2, 4))),
         (Limits(True, 3), 4, ((2, 2, 1),)),  # all in turn could use three of them only
         (Limits(True, 3), 8, ((2, 3, 1),)),
-        (Limits(True, 99, in_torus=True), 4, ((2, 1, 1, 2), (1, 1, 1, 4))),
-        (Limits(False, 99, 2, in_torus=True), 4, ((1, 1, 2, 2),)),
-        (Limits(True, 99, in_torus=True), 2, ((2, 1, 1), (1, 1, 1, 2))),
+        (Limits(True, 99, link_bytes_per_s=1e9), 4, ((2, 1, 1, 2), (1, 1, 1, 4))),
+        (Limits(False, 99, 2, link_bytes_per_s=1e9), 4, ((1, 1, 2, 2),)),
+        (Limits(True, 99, link_bytes_per_s=1e9), 2, ((2, 1, 1), (1, 1, 1, 2))),
     ],
     ids=str,
 )

@@ -18,10 +18,13 @@ from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
+from gfgen.runtime.ipc.settings import HOST_PLAN
+from gfgen.runtime.predict.links import keep_links
 from gfgen.system.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+LINK_SIZES = [4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB]
 FUSED = {"Wan2.2-5B 704x1280x81": 18480, "Qwen-Image 512": 1024, "Qwen-Image 1536": 9216}
 NUM_HEADS, HEAD_DIM = 24, 128
 PAIR_SIZES = [KIB << shift for shift in (0, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)]
@@ -44,6 +47,8 @@ class CollectivesReport:
     groups: list[MeasuredRow] = field(default_factory=list)
     barriers: list[MeasuredRow] = field(default_factory=list)
     tuning: list[MeasuredRow] = field(default_factory=list)
+    links: list[MeasuredRow] = field(default_factory=list)
+    """Between any two GPUs, by transport and bytes."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -58,8 +63,43 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
 
 
 def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
-    """All measurements, half a minute on four GPUs. Raises: InputError where there are fewer than two."""
+    """All measurements, a minute on four GPUs; without peer access those through main memory alone.
+
+    Keeps the rates of links for predictions. Raises: InputError where there are fewer than two GPUs.
+    """
     check_num_gpus(num_gpus, at_least=2)
+    pairs = itertools.permutations(range(num_gpus), 2)
+    transports = ("peer", "host") if all(driver().can_access(*pair) for pair in pairs) else ("host",)
+    facts = {"date": time.strftime("%Y-%m-%d"), "device": f"{num_gpus} x {driver().name(0)}"}
+    report = _measured(num_gpus, tune=tune) if "peer" in transports else CollectivesReport(facts)
+    for transport in transports:
+        report.links += _links(num_gpus, transport)
+        _log.info("measured links, %s", transport)
+    small, large = min(LINK_SIZES), max(LINK_SIZES)
+    us = {(row["transport"], *row["pair"], row["bytes"]): row["us"] for row in report.links}
+    keep_links(
+        driver().name(0),
+        [
+            {"transport": at, "from": one, "to": two, "gb_per_s": large / us[at, one, two, large] / 1e3}
+            | {"us": us[at, one, two, small]}
+            for at, one, two, size in us
+            if size == small
+        ],
+    )
+    return report
+
+
+def _links(num_gpus: int, transport: str) -> Iterator[MeasuredRow]:
+    ranks = CudaRanks(num_gpus, HOST_PLAN, over_host=transport == "host")
+    try:
+        for pair, size in itertools.product(itertools.combinations(range(num_gpus), 2), LINK_SIZES):
+            found = ranks.run(pair, measure.link_us, pair, ranks.next_dispatch(), size)
+            yield {"transport": transport, "pair": pair, "bytes": size, **_slowest(found)}
+    finally:
+        ranks.close()
+
+
+def _measured(num_gpus: int, *, tune: bool) -> CollectivesReport:
     largest = num_gpus * max(SIZES)
     plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)
@@ -187,8 +227,20 @@ def markdown(report: CollectivesReport, command: str) -> str:
 
 
 def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
+    yield f"# Group-free collectives, {report.facts['date']}\n"
+    if report.cells:
+        yield from _collective_lines(report, command)
+    else:
+        yield f"{report.facts['device']}, without peer access; command: `{command}`\n"
+    yield "\n## Links: two GPUs send to each other at once, peer memory and main memory\n"
+    yield "| GPUs | transport | bytes each way | us | GB/s |\n|---|---|---|---|---|"
+    for row in report.links:
+        rate, pair = row["bytes"] / row["us"] / 1e3, " and ".join(map(str, row["pair"]))
+        yield f"| {pair} | {row['transport']} | {size_name(row['bytes'])} | {row['us']:.1f} | {rate:.1f} |"
+
+
+def _collective_lines(report: CollectivesReport, command: str) -> Iterator[str]:
     facts = report.facts
-    yield f"# Group-free collectives, {facts['date']}\n"
     yield (
         f"{facts['device']}, driver for CUDA {facts['driver_cuda']}, PyTorch {facts['torch']}, NCCL "
         f"{facts['nccl']} (NCCL_NVLS_ENABLE={facts['nccl_nvls']}); command: `{command}`\n"

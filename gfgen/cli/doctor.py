@@ -31,6 +31,7 @@ from gfgen.models.ahead.pool import Compiling, Uses, all_calls, compiler_dirs, n
 from gfgen.models.families.registry import HUB_IDS, find_configs
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.ipc.settings import HOST_PLAN
+from gfgen.runtime.predict.links import DEFAULT_BYTES_PER_S, kept_links
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, export_times, import_times
 from gfgen.session.admission import find_weightless
@@ -175,8 +176,8 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
         apart = [str(peer) for peer in peers if peer not in reached]
         if apart:
             missing.append(
-                f"peer access from GPU {device} to {', '.join(apart)}: steps across them need "
-                f"--transport host, which pins {arena_bytes(HOST_PLAN) >> 20} MiB of main memory for each GPU"
+                f"peer access from GPU {device} to {', '.join(apart)}: steps across them go through main "
+                f"memory (--transport host), of which {arena_bytes(HOST_PLAN) >> 20} MiB a GPU are pinned"
             )
         fast = [str(peer) for peer in reached if cuda.has_nvlink(device, peer)]
         slow = [str(peer) for peer in reached if str(peer) not in fast]
@@ -184,6 +185,23 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
             yield f"{device} reaches {', '.join(fast)} over NVLink"
         if slow:
             yield f"{device} reaches {', '.join(slow)} over PCIe"
+    if cuda.num_devices > 1:
+        yield from _link_table(kept_links(cuda.name(0)))
+
+
+def _link_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not rows:
+        assumed = f"{DEFAULT_BYTES_PER_S / 1e9:g} GB/s is assumed through main memory"
+        yield f"links: not measured ('gfgen bench gfc'); {assumed}"
+    for transport, where in (("peer", "peer memory"), ("host", "main memory")):
+        pairs = {(row["from"], row["to"]): row for row in rows if row["transport"] == transport}
+        devices = sorted({device for pair in pairs for device in pair})
+        if pairs:
+            yield f"links over {where}, GB/s each way (us of 4 KB), to GPU {', '.join(map(str, devices))}"
+        for one in devices:
+            found = [pairs.get((min(one, two), max(one, two))) for two in devices]
+            cells = [f"{row['gb_per_s']:.1f} ({row['us']:.1f})" if row else "-" for row in found]
+            yield f"  {one}: {'  '.join(f'{cell:>13}' for cell in cells)}"
 
 
 def _caches() -> Iterator[str]:

@@ -261,9 +261,13 @@ class RankOptions(AskedRanks):
     )
     transport: str = option(
         "How GPUs share a step: peer memory, or main memory, also where GPUs do not reach each other "
-        "(docs/install.md). auto: peer memory, and no steps across other GPUs.",
+        "(docs/install.md). auto: peer memory; main memory if no GPU reaches another.",
         type=click.Choice(TRANSPORTS),
         default="auto",
+    )
+    link: str | None = option(
+        'Limit what a rank sends through main memory, such as "12GB/s", to test slow links. [no limit]',
+        metavar="RATE",
     )
     memory: str | None = option(
         'Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',

@@ -275,11 +275,10 @@ def driver_of(
 
 
 def start_of(fleet: Fleet, **circumstances: Any) -> RunStart:
-    """What a run on this fleet starts from: a job has one lane, and lanes of a node are an island."""
+    """What a run on this fleet starts from: a job has one lane."""
     return RunStart(
         num_ranks=fleet.num_slots * fleet.num_lanes,
         max_degree=1,
-        islands=[list(fleet.lanes_of(slot)) for slot in range(fleet.num_slots)],
         **circumstances,
     )
 

@@ -286,6 +286,5 @@ def _of_node(snapshot: Snapshot, num_ranks: int, *, num_free: int) -> Snapshot:
         busy={},
         running=(),
         ranks=ranks,
-        islands=(tuple(range(num_ranks)),),
         max_degree=min(num_ranks, MAX_RANKS),
     )

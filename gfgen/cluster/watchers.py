@@ -138,7 +138,6 @@ class Watchers(Observer):
                 for node in self._nodes.values()
                 for rank in sorted(node.up)
             ),
-            islands=tuple(tuple(node.ranks) for node in self._nodes.values()),
             orders=None,
         )
         for observer in self._observers:

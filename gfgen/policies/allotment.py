@@ -64,6 +64,7 @@ class _RankClaims:
         self._snapshot = snapshot
         self._chosen = chosen
         self._running = {running.task.job_id: running for running in snapshot.running}
+        self._sets = snapshot.costs.sets([view.rank for view in snapshot.ranks])
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
         self._held_until_s: dict[int, float] = {}
@@ -78,17 +79,17 @@ class _RankClaims:
     def start(self, job: JobView, wanted: int) -> list[Decision]:
         """Start the job on the free ranks that it wants and hold the others, unless waiting ends sooner."""
         wanted = self._claim(job, wanted)
-        island = self._island_for(job, wanted)
-        unheld = self._unheld_of(island)
-        if (ready_s := self._better_later(job, wanted, island, num_unheld=len(unheld))) is not None:
-            self._hold(wanted, ready_s, island)
+        near = self._near(job, wanted)
+        unheld = self._unheld_of(near)
+        if (ready_s := self._better_later(job, wanted, near, num_unheld=len(unheld))) is not None:
+            self._hold(wanted, ready_s, near)
             return []
         ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), unheld)
         layout = job.layout(ranks)
         self.free = [rank for rank in self.free if rank not in layout.ranks]
         if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
-            self._hold(wanted - layout.degree, end_s, island)
+            self._hold(wanted - layout.degree, end_s, near)
         return [Decision(self._chosen(job, layout), layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
@@ -99,9 +100,9 @@ class _RankClaims:
             self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
             if num_more >= 0:
-                island = next(each for each in self._snapshot.islands if own[0] in each)
+                near = next(each for each in self._sets if own[0] in each)
                 self._held_until_s |= {rank: running.predicted_end_s for rank in self.unheld if rank in own}
-                self._hold(num_more, running.predicted_end_s, island)
+                self._hold(num_more, running.predicted_end_s, near)
 
     def fill_gap(self, job: JobView) -> list[Decision]:
         """Run one task on a held rank, if it ends before the rank is wanted."""
@@ -114,9 +115,9 @@ class _RankClaims:
         return []
 
     def _better_later(
-        self, job: JobView, wanted: int, island: Collection[int], *, num_unheld: int
+        self, job: JobView, wanted: int, near: Collection[int], *, num_unheld: int
     ) -> float | None:
-        """When the island has all ranks for a step; None if the step should not wait for them."""
+        """When all ranks for a step are free; None if the step should not wait for them."""
         num_missing = wanted - num_unheld
         if num_missing <= 0 or job.next_task.stage not in (Stage.DENOISE, Stage.REFINE):
             return None
@@ -124,7 +125,7 @@ class _RankClaims:
         ends_s = [  # the end of an overdue task cannot be predicted
             view.free_at_s
             for view in self._snapshot.ranks
-            if view.rank in island
+            if view.rank in near
             and not view.can_take
             and view.rank not in self._kept
             and view.free_at_s > now_s
@@ -143,25 +144,23 @@ class _RankClaims:
         self._num_left -= claimed
         return claimed
 
-    def _hold(self, number: int, until_s: float, island: Collection[int]) -> None:
-        """Hold free ranks of one island, because a layout cannot span islands."""
-        for rank in self._unheld_of(island)[:number]:
+    def _hold(self, number: int, until_s: float, near: Collection[int]) -> None:
+        """Hold free ranks that can share a task with the job's."""
+        for rank in self._unheld_of(near)[:number]:
             self._held_until_s[rank] = until_s
 
-    def _unheld_of(self, island: Collection[int]) -> list[int]:
-        return [rank for rank in self.unheld if rank in island]
+    def _unheld_of(self, near: Collection[int]) -> list[int]:
+        return [rank for rank in self.unheld if rank in near]
 
-    def _island_for(self, job: JobView, wanted: int) -> Collection[int]:
-        """The island with the most free ranks, up to `wanted`; among equals, the one with the job's state."""
-        if len(self._snapshot.islands) == 1:
-            return self._snapshot.islands[0]
+    def _near(self, job: JobView, wanted: int) -> Collection[int]:
+        """The set with the most free ranks, up to `wanted`; among equals, the one with the job's state."""
         own = set(job.last_layout.ranks if job.last_layout else ())
 
-        def worth(island: Collection[int]) -> tuple[int, int]:
-            unheld = self._unheld_of(island)
+        def worth(near: Collection[int]) -> tuple[int, int]:
+            unheld = self._unheld_of(near)
             return min(len(unheld), wanted), len(own.intersection(unheld))
 
-        return max(self._snapshot.islands, key=worth)
+        return self._sets[0] if len(self._sets) == 1 else max(self._sets, key=worth)
 
     def _choose(self, job: JobView, number: int, unheld: list[int]) -> tuple[int, ...]:
         """Up to `number` of these free ranks, a power of two.

@@ -72,11 +72,12 @@ def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, .
 
 
 def _nearest(snapshot: Snapshot, job: JobView, free: set[int], degree: int) -> tuple[int, ...]:
-    """`degree` free ranks of one island, those of the job's last layout first; () if there are too few."""
+    """`degree` free ranks that can share a task, the job's own first; () if there are too few."""
     held = job.last_layout.ranks if job.last_layout else ()
-    for island in sorted(snapshot.islands, key=lambda island: -len(set(island) & set(held))):
-        ranks = [rank for rank in held if rank in free and rank in island]
-        ranks += [rank for rank in island if rank in free and rank not in ranks]
+    sets = snapshot.costs.sets(sorted(free))
+    for near in sorted(sets, key=lambda each: -len(set(each) & set(held))):
+        ranks = [rank for rank in held if rank in near]
+        ranks += [rank for rank in near if rank not in ranks]
         if len(ranks) >= degree:
             return tuple(ranks[:degree])
     return ()

@@ -34,6 +34,8 @@ def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
 def worth_preparing(snapshot: Snapshot, job: JobView, degree: int) -> int:
     """`degree`, or fewer ranks if the rest on so many saves less time than their first step costs."""
     is_step = job.next_task.stage is not Stage.DECODE
+    if is_step:  # fewer where more do not pay
+        degree = power_of_two(job.step_layout(_SOME[:degree]).degree)
     while degree > 1:
         layout = (job.step_layout if is_step else job.decode_layout)(_SOME[:degree])
         price_s = snapshot.costs.first_use_s(job.next_task, layout)
@@ -48,7 +50,8 @@ def widest(snapshot: Snapshot, job: JobView) -> int:
     if job.next_task.stage is Stage.DECODE:
         most = min(snapshot.max_degree, len(snapshot.ranks))
         return power_of_two(job.decode_layout(_SOME[:most]).degree)
-    return power_of_two(min(job.step_degree, snapshot.max_degree, len(snapshot.ranks)))
+    most = power_of_two(min(job.step_degree, snapshot.max_degree, len(snapshot.ranks)))
+    return power_of_two(job.step_layout(_SOME[:most]).degree)
 
 
 class LostJobs:

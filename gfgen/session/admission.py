@@ -36,6 +36,7 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.runtime.core.admission import JOBS, AdmittedJob, Judged, ResolvedModel, admit, tell_of_warnings
 from gfgen.runtime.files.ownership import Claims
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
+from gfgen.runtime.predict.links import host_bytes_per_s
 from gfgen.session.memory import HostMemory
 from gfgen.system.lifeline import ask_child
 from gfgen.system.linefile import write_whole
@@ -277,8 +278,11 @@ class Admission:
     def resolve(self, specs: Sequence[JobSpec]) -> Judged:
         named, unknown = self.memory.patches.named(specs)
         jobs, refused = admit(named, default_model=self.models.default, find_model=self.models.find)
-        if self.memory.devices.over_host:
-            jobs = tuple(replace(job, limits=replace(job.limits, in_torus=True)) for job in jobs)
+        devices = self.memory.devices
+        if devices.over_host:
+            name = devices.gpus[0].name if devices.gpus else None
+            rate = host_bytes_per_s(name, devices.link_bytes_per_s)
+            jobs = tuple(replace(job, limits=replace(job.limits, link_bytes_per_s=rate)) for job in jobs)
         return jobs, (*unknown, *refused)
 
     def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:

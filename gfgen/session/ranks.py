@@ -94,6 +94,8 @@ class Ranks:
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += ["--transport", "host"] if self.devices.over_host else []
+        rate = self.devices.link_bytes_per_s
+        words += ["--link", f"{rate / 1e9:g}GB/s"] if rate else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         for option, texts in self.precision.by_option.items():
             words += [word for text in texts for word in (f"--{option}", text)]
@@ -110,6 +112,7 @@ class Ranks:
             num_gpus=len(devices.gpus),
             islands=devices.islands,
             over_host=devices.over_host,
+            link_bytes_per_s=(devices.link_bytes_per_s or 0.0) if devices.over_host else 0.0,
             memory_limit=devices.rank_limit,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
@@ -160,6 +163,7 @@ class AskedRanks:
     device: str = "auto"
     ranks_per_gpu: int = 1
     transport: str = "auto"
+    link: str | None = None
     memory: str | None = None
     random_weights: bool = False
     vae_dtype: str = "auto"
@@ -183,6 +187,7 @@ class AskedRanks:
             memory_limit=limit,
             ranks_per_gpu=self.ranks_per_gpu,
             transport=self.transport,
+            link=self.link,
         )
         if devices.kind == CPU:
             if gpus is not None:

@@ -222,6 +222,23 @@ def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
 
 
+def test_doctor_prints_a_matrix_of_links():
+    assert list(doctor._link_table([])) == [
+        "links: not measured ('gfgen bench gfc'); 20 GB/s is assumed through main memory"
+    ]
+    rows = [
+        {"transport": "host", "from": one, "to": two, "gb_per_s": 31.25, "us": 15.4}
+        for one, two in ((0, 1), (0, 2), (1, 2))
+    ]
+    lines = list(doctor._link_table(rows))
+    assert lines[0] == "links over main memory, GB/s each way (us of 4 KB), to GPU 0, 1, 2"
+    assert [line.split() for line in lines[1:]] == [
+        ["0:", "-", "31.2", "(15.4)", "31.2", "(15.4)"],
+        ["1:", "31.2", "(15.4)", "-", "31.2", "(15.4)"],
+        ["2:", "31.2", "(15.4)", "31.2", "(15.4)", "-"],
+    ]
+
+
 def test_doctor_says_which_models_fit_what_is_streamed_and_what_main_memory_has(monkeypatch):
     def told(size_gb, available_gb):
         monkeypatch.setattr(memory, "available_bytes", lambda: available_gb * 10**9)

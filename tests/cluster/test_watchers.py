@@ -49,9 +49,7 @@ def done(number=1):
 
 def snapshot(*waiting):
     views = {view.job_id: view for view in waiting}
-    return Snapshot(
-        now_s=103.0, open=views, busy={}, running=(), ranks=(), islands=(), max_degree=1, costs=None
-    )
+    return Snapshot(now_s=103.0, open=views, busy={}, running=(), ranks=(), max_degree=1, costs=None)
 
 
 @pytest.fixture

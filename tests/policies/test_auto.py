@@ -103,7 +103,7 @@ def test_a_gain_in_latency_counts_as_far_as_predictions_are_sure(spread, chosen)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_auto_takes_pairs_where_all_do_alike(num_ranks):
     picture = foreseeing(dict.fromkeys((*DUE, "srtf 2"), outlook(late=4)))
-    picture = replace(picture, ranks=picture.ranks[:num_ranks], islands=(tuple(range(num_ranks)),))
+    picture = replace(picture, ranks=picture.ranks[:num_ranks])
     assert choose_auto(picture).policy == "triage,degree=2"
 
 

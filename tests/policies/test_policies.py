@@ -20,6 +20,9 @@ from gfgen.snapshot import Arrangement, JobView, RankView, Snapshot
 class LinearCosts:
     """A step takes a second on one rank, and speeds up with every further one."""
 
+    def __init__(self, islands=()):
+        self.islands = islands
+
     def task_s(self, task, layout):
         return 1.0 / layout.degree
 
@@ -31,6 +34,10 @@ class LinearCosts:
 
     def move_s(self, job_id, source, layout):
         return 0.0
+
+    def sets(self, ranks):
+        found = [tuple(rank for rank in ranks if rank in island) for island in self.islands or [ranks]]
+        return tuple(filter(None, found))
 
 
 def view(job_id, *, remaining_s=10.0, arrival_s=0.0, deadline_s=math.inf, priority=0, ranks=None):
@@ -56,9 +63,8 @@ def snapshot(*jobs, free=(0, 1), num_ranks=2, busy=(), max_degree=1, islands=Non
         busy={job.job_id: job for job in busy},
         running=(),
         ranks=tuple(RankView(r, 0.0, r in free, frozenset()) for r in range(num_ranks)),
-        islands=islands or (tuple(range(num_ranks)),),
         max_degree=max_degree,
-        costs=LinearCosts(),
+        costs=LinearCosts(islands),
     )
 
 

@@ -22,7 +22,8 @@ from gfgen.snapshot import Arrangement, RunningTask
 class WorkCosts:
     """A job of so many seconds takes as long on one rank, and speeds up with every further one."""
 
-    def __init__(self, *jobs):
+    def __init__(self, *jobs, islands=()):
+        self.islands = islands
         self.work_s = {job.job_id: job.remaining_s for job in jobs}
 
     def task_s(self, task, layout):
@@ -37,10 +38,14 @@ class WorkCosts:
     def move_s(self, job_id, source, layout):
         return 0.0
 
+    def sets(self, ranks):
+        found = [tuple(rank for rank in ranks if rank in island) for island in self.islands or [ranks]]
+        return tuple(filter(None, found))
 
-def four_ranks(*jobs, free=(0, 1, 2, 3), busy=(), running=()):
+
+def four_ranks(*jobs, free=(0, 1, 2, 3), busy=(), running=(), islands=()):
     picture = snapshot(*jobs, free=free, num_ranks=4, max_degree=4, busy=busy)
-    return replace(picture, costs=WorkCosts(*jobs, *busy), running=running)
+    return replace(picture, costs=WorkCosts(*jobs, *busy, islands=islands), running=running)
 
 
 def test_triage_gives_up_the_job_that_makes_room_for_the_most_others():
@@ -79,7 +84,7 @@ def test_lenient_triage_makes_a_job_late_where_that_keeps_another_from_being_los
     late = view("late", remaining_s=5, deadline_s=4)
     due = view("due", remaining_s=4, deadline_s=8)
     picture = replace(four_ranks(late, due, free=(0,)), max_degree=1)
-    picture = replace(picture, ranks=picture.ranks[:1], islands=((0,),))
+    picture = replace(picture, ranks=picture.ranks[:1])
     assert ("late" in placed(triage(picture, degree=1, lenient=lenient))) is is_first
 
 
@@ -170,24 +175,24 @@ def test_no_rank_is_held_for_a_job_that_runs_on_another_island():
     first = view("first", remaining_s=10, deadline_s=6, ranks=(0,))
     running = RunningTask(Task("first", 1, Stage.DENOISE, 0), Layout.single(0), 0.5)
     long = view("long", remaining_s=40, deadline_s=100)
-    picture = four_ranks(long, free=(2, 3), busy=(first,), running=(running,))
-    picture = replace(picture, islands=ISLANDS, max_degree=2)
+    picture = four_ranks(long, free=(2, 3), busy=(first,), running=(running,), islands=ISLANDS)
+    picture = replace(picture, max_degree=2)
     assert placed(triage(picture, degree=1)) == {"long": (2, 3)}
-    here = replace(four_ranks(long, free=(1,), busy=(first,), running=(running,)), islands=ISLANDS)
+    here = four_ranks(long, free=(1,), busy=(first,), running=(running,), islands=ISLANDS)
     assert placed(triage(replace(here, max_degree=2), degree=1)) == {}
 
 
 def test_what_a_job_lacks_of_its_island_is_not_held_on_another_one():
     wide = view("wide", remaining_s=10, deadline_s=5.2, priority=1)
     other = view("other", remaining_s=40, deadline_s=100)
-    picture = replace(four_ranks(wide, other, free=(0, 2)), islands=ISLANDS, max_degree=2)
+    picture = replace(four_ranks(wide, other, free=(0, 2), islands=ISLANDS), max_degree=2)
     assert placed(triage(picture, degree=1)) == {"wide": (0,), "other": (2,)}
 
 
 def test_a_step_waits_for_ranks_of_one_island_alone():
     job = view("a", remaining_s=40, deadline_s=100)
     running = RunningTask(Task("b", 9, Stage.DECODE), Layout.single(3), 0.1)
-    picture = replace(four_ranks(job, free=(0,), running=(running,)), islands=ISLANDS, max_degree=2)
+    picture = replace(four_ranks(job, free=(0,), running=(running,), islands=ISLANDS), max_degree=2)
     ranks = tuple(replace(rank, free_at_s=0.1) if rank.rank == 3 else rank for rank in picture.ranks)
     assert placed(triage(replace(picture, ranks=ranks), degree=2)) == {"a": (0,)}
 

@@ -183,22 +183,38 @@ def test_gpus_that_reach_each_other_are_one_island():
 
 def test_gpus_that_do_not_reach_each_other_are_apart():
     assert reaching({2}, {3}, {0}, {1}).islands == ((0, 2), (1, 3))
-    assert reaching({1}, set()).islands == ((0,), (1,))
+    assert not reaching({2}, {3}, {0}, {1}).over_host
     assert reaching({1, 2}, {0}, {0}).islands == ((0, 1), (2,))  # not all of three reach each other
 
 
 def test_ranks_that_share_a_gpu_reach_each_other():
     apart = tuple(Gpu("a GPU", 100, frozenset()) for _ in range(2))
     assert choose_devices(ranks_per_gpu=2, find=lambda: apart, num_ranks=4).islands == ((0, 2), (1, 3))
-    assert choose_devices(ranks_per_gpu=4, find=lambda: apart[:1]).islands == ((0, 1, 2, 3),)
+    alone = choose_devices(ranks_per_gpu=4, find=lambda: apart[:1])
+    assert alone.islands == ((0, 1, 2, 3),)
+    assert not alone.over_host
 
 
-def test_gpus_without_peer_access_share_steps_over_main_memory_only():
+@pytest.mark.parametrize("transport", ["auto", "host"])
+def test_gpus_without_peer_access_share_steps_over_main_memory(transport):
     apart = [Gpu("a GPU", 10**11, frozenset()) for _ in range(3)]
-    assert choose_devices(find=lambda: apart).islands == ((0,), (1,), (2,))
-    over_host = choose_devices(find=lambda: apart, transport="host")
+    over_host = choose_devices(find=lambda: apart, transport=transport)
     assert over_host.over_host
     assert over_host.islands == ((0, 1, 2),)
+    assert not choose_devices(num_ranks=1, find=lambda: apart).over_host
     with pytest.raises(InputError, match=r"--transport peer: .* \[0\]; \[1\]; \[2\]; use auto or host"):
         choose_devices(find=lambda: apart, transport="peer")
     assert choose_devices("cpu", transport="peer").islands == ((0, 1, 2, 3),)
+
+
+def test_a_link_is_a_rate_and_has_an_effect_over_main_memory_only(caplog):
+    apart = [Gpu("a GPU", 10**11, frozenset()) for _ in range(2)]
+    assert choose_devices(find=lambda: apart, link="12GB/s").link_bytes_per_s == 12e9
+    assert choose_devices(find=tuple, link="0.5 GB/s", transport="host").link_bytes_per_s == 5e8
+    assert not caplog.records
+    choose_devices(find=lambda: FOUR, link="12GB/s")
+    assert [each.getMessage() for each in caplog.records] == [
+        "--link limits exchanges through main memory only (--transport host)"
+    ]
+    with pytest.raises(InputError, match="--link 'fast'"):
+        choose_devices(find=tuple, link="fast")

@@ -138,6 +138,16 @@ def cell(
     return times
 
 
+def link_us(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, num_bytes: int) -> Times:
+    """Each rank sends so many bytes to every other one at once."""
+    group = entered(endpoint, ranks, dispatch)
+    x = _random_bytes(endpoint, num_bytes)
+    copies, repeats = (10, 9) if num_bytes <= MIB else (2, 5)
+    times = {"us": graph_us(group, lambda group: group.all_gather(x), copies, repeats)}
+    group.finish()
+    return times
+
+
 def barrier_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int) -> Times:
     group = entered(endpoint, ranks, dispatch)
     times = {"ours_graph": graph_us(group, lambda group: group.barrier(), 20, 15)}

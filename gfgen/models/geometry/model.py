@@ -60,6 +60,10 @@ class Geometry(Protocol):
     def num_heads(self) -> int:
         """Attention heads of the transformer: the highest ulysses degree."""
 
+    @property
+    def attention_width(self) -> int:
+        """Channels of the attentions that ranks share, of all layers together; 0 if that is unknown."""
+
     def num_latent_rows(self, spec: JobSpec) -> int:
         """Rows of the latents that the VAE decodes: the most bands of a shared decode."""
 

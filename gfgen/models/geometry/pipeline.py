@@ -163,6 +163,10 @@ class PipelineGeometry:
         rows, columns = (side // self.token_side for side in _size(spec))
         return max(1, rows * columns)
 
+    @property
+    def attention_width(self) -> int:
+        return 0
+
     def num_latent_rows(self, spec: JobSpec) -> int:
         return 1
 

@@ -99,6 +99,10 @@ class QwenGeometry:
     def num_tokens(self, spec: JobSpec) -> int:
         return (rules.known(spec.height) // self.multiple) * (rules.known(spec.width) // self.multiple)
 
+    @property
+    def attention_width(self) -> int:
+        return self.num_layers * self.inner_dim
+
     def num_latent_rows(self, spec: JobSpec) -> int:
         return rules.known(spec.height) // (self.multiple // 2)
 

@@ -103,6 +103,10 @@ class WanGeometry:
         _, frames, height, width = self._latent_shape(spec)
         return (frames // self.patch[0]) * (height // self.patch[1]) * (width // self.patch[2])
 
+    @property
+    def attention_width(self) -> int:
+        return self.num_layers * self.inner_dim
+
     def num_latent_rows(self, spec: JobSpec) -> int:
         return self._latent_shape(spec)[2]
 

@@ -65,7 +65,7 @@ class State:
         self.shares = Shares()
         self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
-        self._job_costs = JobCosts(self.jobs.records, costs)
+        self._job_costs = JobCosts(self.jobs.records, costs, islands=self.ranks.islands)
         self.expects_more = False  # jobs may still be added: that all have ended does not finish the run
         self.backlog = Backlog()
 
@@ -120,7 +120,6 @@ class State:
             busy=busy,
             running=tuple([flight.view for flight in self.flights.values()]),
             ranks=self.ranks.views(free, self.models.resident),
-            islands=self.ranks.islands,
             max_degree=self.max_degree,
             costs=self._job_costs,
             orders=OpenJobOrders(self.jobs.open, open_jobs, joining=joining),
@@ -137,7 +136,7 @@ class State:
         left_s = sum([own[each].cost_class.write_s for each in self.jobs.writing]) / self._num_writers
         return replace(
             self.snapshot(),
-            costs=JobCosts(records, self._costs, are_handed_out=False),
+            costs=JobCosts(records, self._costs, islands=self.ranks.islands, are_handed_out=False),
             recent=tuple([view for _, view in recent]),
             parked={record.job_id: record.view(self._costs) for record in parked},
             load_s=load_s or {},

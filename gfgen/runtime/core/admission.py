@@ -222,6 +222,7 @@ def _admit_one(
                 max_sequence_degree=geometry.num_tokens(run),
                 max_ulysses_degree=geometry.num_heads,
                 max_decode_degree=geometry.num_latent_rows(run),
+                **_exchanges(geometry, run),
             ),
             num_reads=_num_reads(geometry, run),
             has_nominal_flops=isinstance(geometry, PipelineGeometry),
@@ -231,6 +232,13 @@ def _admit_one(
     if has_own_artifacts:
         trajectory = geometry.trajectory(run)
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
+
+
+def _exchanges(geometry: Geometry, spec: JobSpec) -> dict[str, float]:
+    """What ranks exchange of the queries, keys, values and results of bf16 attentions; for `Limits`."""
+    tokens, flops = geometry.num_tokens(spec), geometry.flops(spec, Stage.DENOISE)
+    width = geometry.attention_width * (2 if geometry.uses_cfg(spec) else 1)
+    return {"exchanged_bytes": 8.0 * tokens * width, "attention": 4.0 * tokens**2 * width / max(flops, 1.0)}
 
 
 def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:

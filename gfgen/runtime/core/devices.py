@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
@@ -57,6 +57,8 @@ class Devices:
     """How many ranks share each GPU; the last GPUs may have fewer."""
     over_host: bool = False
     """Whether ranks exchange through main memory, so that all of them can share a step."""
+    link_bytes_per_s: float | None = None
+    """The most that a rank may send through main memory, for tests."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -105,10 +107,12 @@ def choose_devices(
     memory_limit: int | None = None,
     ranks_per_gpu: int = 1,
     transport: str = "auto",
+    link: str | None = None,
     find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
     """The devices of these options, each of them optional. Raises: InputError if there are fewer GPUs."""
     find = find or (lambda: find_gpus(must_ask=kind == CUDA))
+    rate = None if link is None else float(parse_memory(link.removesuffix("/s"), option="--link"))
     gpus: Sequence[Gpu] = () if kind == CPU else find()
     if not gpus:
         if kind == CUDA:
@@ -118,7 +122,8 @@ def choose_devices(
         over_host = transport == "host"
         if transport == "peer":
             logger.info("--transport peer has no effect on CPU ranks")
-        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit, over_host=over_host)
+        count = num_ranks or DEFAULT_CPU_RANKS
+        return Devices(CPU, count, memory_limit=memory_limit, over_host=over_host, link_bytes_per_s=rate)
     most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
     count = num_ranks or most
     if count > most:
@@ -129,7 +134,11 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
-    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, over_host=transport == "host")
+    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport == "host", rate)
+    if transport == "auto" and max(map(len, devices.islands)) == 1 < count:
+        devices = replace(devices, over_host=True)
+    if link is not None and not devices.over_host:
+        logger.warning("--link limits exchanges through main memory only (--transport host)")
     if transport == "peer" and len(devices.islands) > 1:
         apart = "; ".join(str(list(island)) for island in devices.islands)
         raise InputError(f"--transport peer: these ranks do not reach each other: {apart}; use auto or host")

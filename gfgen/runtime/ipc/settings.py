@@ -46,6 +46,7 @@ class RankSettings:
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
     over_host: bool = False  # whether arenas of ranks on GPUs lie in main memory
+    link_bytes_per_s: float = 0.0  # the most that a rank sends through main memory; 0: no limit
     memory_limit: int | None = None  # bytes of its GPU that a rank may use; None for all
     plan: ArenaPlan | None = None  # the arena of each rank; None for the usual size
     has_random_weights: bool = False

@@ -26,6 +26,7 @@ from gfgen.graph import FIRST_STEP, STEPS, Stage, Task
 from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
+from gfgen.runtime.predict.links import exposed_s
 from gfgen.runtime.predict.profile_file import IN_BATCHES, NO_PROFILE, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
@@ -47,6 +48,10 @@ _SPREADS = (0.0, 0.0, 0.05, 0.1, 0.5)
 """By provenance: how far an estimate may be off at least, as a share of it."""
 _READING = 1.1
 """A step that takes up to this many times its reads tells nothing about computing."""
+_PAYS = 0.12
+"""Over slow links, twice as many ranks have to be faster by this share: other jobs could use them. Without it
+late jobs took eight ranks for a gain of 1.1, and fewer met their deadlines than without wide layouts
+(benchmarks/slow_links.py)."""
 _CLEAR_GAIN = 0.98
 """Other degrees replace the usual ones if a step on them takes less than this share of the time."""
 
@@ -278,6 +283,9 @@ class CostModel:
             found = profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
         else:
             found = self._by_pace(cost_class, stage, degrees)
+        if stage in STEPS and not self._table.has_torus(cost_class.model, stage):
+            seconds = exposed_s(cost_class.limits, degrees, found.seconds)
+            found = replace(found, seconds=found.seconds + seconds, loaded_s=found.loaded_s + seconds)
         if found.seconds >= least_s:
             return found
         return replace(found, seconds=least_s, loaded_s=max(found.loaded_s, least_s))
@@ -394,9 +402,16 @@ class CostModel:
             return math.inf
 
         limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
-        steps = tuple([_best_way(limits.ways(number), known_s) for number in numbers])
+        steps = [_best_way(limits.ways(number), known_s) for number in numbers]
+        for idx in range(1, MAX_RANKS if 0 < limits.link_bytes_per_s < math.inf else 0):
+            wide, narrow = steps[idx], steps[idx - 1]
+            wide_s, narrow_s = (
+                self.estimate(cost_class, Stage.DENOISE, each).loaded_s for each in (wide, narrow)
+            )
+            if narrow_s < wide_s * (1 + _PAYS * (math.prod(wide) / math.prod(narrow) - 1)):
+                steps[idx] = narrow
         decodes = tuple(_best_numbers(limits.max_decode_degree, known_s))
-        cost_class.arrangement = Arrangement(steps, decodes)
+        cost_class.arrangement = Arrangement(tuple(steps), decodes)
         return cost_class.arrangement
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
@@ -539,11 +554,17 @@ class PricedJob(Protocol):
 class JobCosts:
     """The cost model, asked by job."""
 
-    __slots__ = ("_are_handed_out", "_costs", "_jobs")
+    __slots__ = ("_are_handed_out", "_costs", "_islands", "_jobs")
 
     def __init__(
-        self, jobs: Mapping[str, PricedJob], costs: CostModel, *, are_handed_out: bool = True
+        self,
+        jobs: Mapping[str, PricedJob],
+        costs: CostModel,
+        *,
+        islands: tuple[tuple[int, ...], ...],
+        are_handed_out: bool = True,
     ) -> None:
+        self._islands = islands
         self._jobs = jobs
         self._costs = costs
         self._are_handed_out = are_handed_out
@@ -568,6 +589,12 @@ class JobCosts:
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
+
+    def sets(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        if len(self._islands) == 1:
+            return (tuple(ranks),)
+        found = [tuple([rank for rank in ranks if rank in island]) for island in self._islands]
+        return tuple(filter(None, found))
 
     def spread(self, task: Task, layout: Layout) -> float:
         return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)

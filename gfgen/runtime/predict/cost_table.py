@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from gfgen.graph import Stage
-from gfgen.layout import ALONE, Degrees
+from gfgen.layout import ALONE, Degrees, with_torus
 from gfgen.runtime.predict.profile_file import IN_BATCHES, Profile, ProfileRow
 
 PARALLEL_EFFICIENCY = 0.9
@@ -84,6 +84,10 @@ class CostTable:
     def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
         """Whether some shape was measured with these degrees."""
         return degrees in self._rows.get((model, stage), {})
+
+    def has_torus(self, model: str, stage: Stage) -> bool:
+        """Whether some of its times are of exchanges over slow links."""
+        return any(with_torus(degrees)[3] > 1 for degrees in self._rows.get((model, stage), {}))
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""

@@ -354,7 +354,6 @@ class _Rollout:
             busy=busy,
             running=tuple(running),
             ranks=ranks,
-            islands=start.islands,
             max_degree=start.max_degree,
             costs=self._costs,
             orders=OpenJobOrders(self._open, open_jobs, joining=[]),
@@ -403,6 +402,7 @@ class RolloutCosts:
     """The costs of all kinds of jobs as plain numbers, so that another thread reads nothing that changes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
+        self.sets = snapshot.costs.sets
         self._kinds: dict[str, JobKind] = {}
         examples: dict[JobKind, JobView] = {}
         known = (snapshot.open.values(), snapshot.busy.values(), snapshot.parked.values(), snapshot.recent)

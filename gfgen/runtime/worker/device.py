@@ -44,7 +44,9 @@ class Device:
         dispatches: Dispatches,
         *,
         load_model: Callable[[str], Adapter],
+        link_bytes_per_s: float = 0.0,
     ) -> None:
+        self._link_bytes_per_s = link_bytes_per_s
         self.adapters = adapters
         self.endpoint: Any = None  # None before `connect`
         self._rank = rank
@@ -63,6 +65,7 @@ class Device:
             rank=self._rank,
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
+            link_bytes_per_s=self._link_bytes_per_s,
         )
 
     @property

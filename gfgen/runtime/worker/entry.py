@@ -39,7 +39,8 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     """The worker of a CPU rank, with its models."""
     load = partial(load_model, settings)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
-    device = Device(settings.rank, load_models(channel, settings, load), dispatches, load_model=load)
+    rate, adapters = settings.ranks.link_bytes_per_s, load_models(channel, settings, load)
+    device = Device(settings.rank, adapters, dispatches, load_model=load, link_bytes_per_s=rate)
     return Worker(channel, settings.rank, device, dispatches)
 
 

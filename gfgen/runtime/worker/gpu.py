@@ -192,6 +192,7 @@ class GpuDevice(Device):
             incarnations=dict(enumerate(message.incarnations)),
             control_fd=fds[-1],
             tables=self._settings.tuned_tables,
+            link_bytes_per_s=self._settings.ranks.link_bytes_per_s,
         )
 
     # Models -----------------------------------------------------------------------------------

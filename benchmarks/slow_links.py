@@ -1,0 +1,97 @@
+"""What wide layouts gain on cards without peer access, simulated: `auto` with and without them.
+
+    python -m benchmarks.slow_links --jobs 40 --seeds 2 --deadlines-from 4
+
+The mixed workloads of `gfgen bench compare` with the profile of H200 that comes with gfgen, exchanges through
+main memory at 12 and 25 GB/s by `runtime/predict/links.py`, and peer memory beside them. Deadlines are met
+within the client's slack. A job is due after 1.5 to 6 times what it takes alone on `--deadlines-from` cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gfgen.bench.policy_comparison import score
+from gfgen.bench.workloads import (
+    Name,
+    WorkloadOptions,
+    admitted,
+    make_workload,
+    mix_of,
+    stand_alone,
+    weightless_model,
+)
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile_file import Profile, load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED
+from gfgen.runtime.simulate.simulation import simulate
+
+MODELS = ("wan2.2-ti2v-5b", "qwen-image")
+WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady")
+LINKS = (12, 25, 0)
+"""GB/s; 0: peer memory."""
+
+
+def over(jobs: Sequence[AdmittedJob], link: float) -> list[AdmittedJob]:
+    return [replace(job, limits=replace(job.limits, link_bytes_per_s=1e9 * link)) for job in jobs]
+
+
+def measured(
+    jobs: Sequence[AdmittedJob], profile: Profile, *, num_ranks: int, slack_s: float, max_degree: int | None
+) -> tuple[float, float]:
+    """The share of deadlines met, and the mean latency."""
+    run = simulate(
+        jobs, policy=load_policy("auto"), num_ranks=num_ranks, profile=profile, max_degree=max_degree
+    )
+    found = score("auto", run.outcomes, slack_s=slack_s)
+    assert found.mean_s is not None
+    return found.attainment_client, found.mean_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--load", type=float, default=0.7)
+    parser.add_argument("--deadlines-from", type=int, default=1, help="cards that a job has when alone")
+    asked = parser.parse_args()
+    profile = load_profile(SHIPPED / "h200.json")
+    print("| model, workload | cards | alone: in time | mean, s | 12 GB/s | | 25 GB/s | | peer memory | |")
+    print("|---" * 10 + "|")
+    for model, name, num_ranks in itertools.product(MODELS, WORKLOADS, (4, 8)):
+        print(_row(model, name, num_ranks, asked, profile), flush=True)
+
+
+def _row(model: str, name: Name, num_ranks: int, asked: argparse.Namespace, profile: Profile) -> str:
+    resolved, costs = weightless_model(model), CostModel(profile)
+    times, slack_s = stand_alone(resolved, costs), mix_of(model).slack_s
+    found: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(1, asked.seeds + 1):
+        options = WorkloadOptions(
+            load=asked.load,
+            seed=seed,
+            num_jobs=asked.jobs,
+            num_ranks=num_ranks,
+            deadlines_from=asked.deadlines_from,
+        )
+        jobs = admitted(make_workload(name, model, times, options), resolved)
+        one = measured(jobs, profile, num_ranks=num_ranks, slack_s=slack_s, max_degree=1)
+        found.setdefault("alone", []).append(one)
+        for link in LINKS:
+            wide = measured(over(jobs, link), profile, num_ranks=num_ranks, slack_s=slack_s, max_degree=None)
+            found.setdefault(str(link), []).append(wide)
+    cells = [
+        f"{100 * statistics.mean(met for met, _ in runs):.0f}% | {statistics.mean(s for _, s in runs):.1f}"
+        for runs in found.values()
+    ]
+    return f"| {model}, {name} | {num_ranks} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Prices of slow links: as measured on two GPUs, and wide layouts where they pay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from gfgen.graph import Stage
+from gfgen.layout import ALONE, Limits
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.links import (
+    DEFAULT_BYTES_PER_S,
+    exposed_s,
+    host_bytes_per_s,
+    keep_links,
+    links_path,
+)
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+
+TORUS = (1, 1, 1, 2)
+WAN = Limits(
+    max_sequence_degree=5070,
+    exchanged_bytes=8.0 * 5070 * 30 * 3072,
+    attention=8.4 / 50.1,
+    link_bytes_per_s=31e9,
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layers", "attention_ms", "alone_ms", "peer_ms", "host_ms"),
+    [(5070, 30, 8.4, 91.2, 50.1, 71.2), (9280, 60, 56.0, 331.5, 178.2, 240.9)],
+)
+def test_two_gpus_gain_what_was_measured(tokens, layers, attention_ms, alone_ms, peer_ms, host_ms):
+    """Source: benchmarks/results/collectives.md, Wan2.2-5B 832x480x49 and Qwen-Image 1536."""
+    bytes_ = 8.0 * tokens * layers * 3072
+    limits = replace(WAN, exchanged_bytes=bytes_, attention=attention_ms / peer_ms)
+    predicted_ms = peer_ms + 1e3 * exposed_s(limits, TORUS, peer_ms / 1e3)
+    assert alone_ms / predicted_ms == pytest.approx(alone_ms / host_ms, rel=0.03)
+
+
+def test_peer_memory_one_rank_and_halves_of_guidance_cost_nothing():
+    assert exposed_s(replace(WAN, link_bytes_per_s=0), TORUS, 0.05) == 0
+    assert exposed_s(WAN, ALONE, 0.09) == 0
+    assert exposed_s(replace(WAN, uses_cfg=True), (2, 1, 1), 0.09) == 0
+
+
+def degrees_on_two(limits: Limits) -> tuple[int, ...]:
+    rows = [
+        ProfileRow("wan", "832x480x49", Stage.DENOISE, degrees, seconds, 0.0, 9)
+        for degrees, seconds in {ALONE: 0.0912, (1, 2, 1): 0.0501}.items()
+    ]
+    costs = CostModel(Profile("a GPU", "2026-01-01", "test", 2, tuple(rows)))
+    flops = dict.fromkeys(Stage, 1e12)
+    found = costs.cost_class("wan", "832x480x49", flops=flops, state_bytes=10, limits=limits)
+    return costs.arrangement(found).steps[1]
+
+
+def test_two_ranks_share_a_step_where_the_link_lets_them_gain():
+    assert degrees_on_two(replace(WAN, link_bytes_per_s=0)) == (1, 2, 1)
+    assert degrees_on_two(WAN) == TORUS
+    assert degrees_on_two(replace(WAN, link_bytes_per_s=25e9)) == TORUS
+    assert degrees_on_two(replace(WAN, link_bytes_per_s=6e9)) == ALONE
+
+
+def test_two_halves_of_guidance_are_taken_over_any_link():
+    limits = replace(WAN, uses_cfg=True, link_bytes_per_s=1e8)
+    assert degrees_on_two(limits) == (2, 1, 1)
+
+
+def test_the_slowest_measured_link_counts_and_a_limit_is_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
+    assert host_bytes_per_s(None, None) == math.inf
+    assert host_bytes_per_s("a GPU", None) == DEFAULT_BYTES_PER_S
+    rates = {("host", 1): 24.0, ("host", 2): 11.5, ("peer", 1): 300.0}
+    keep_links(
+        "a GPU",
+        [{"transport": t, "from": 0, "to": to, "gb_per_s": r, "us": 9} for (t, to), r in rates.items()],
+    )
+    assert host_bytes_per_s("a GPU", None) == 11.5e9
+    assert host_bytes_per_s("a GPU", 5e9) == 5e9
+    links_path("a GPU").write_text("{")
+    assert host_bytes_per_s("a GPU", None) == DEFAULT_BYTES_PER_S
