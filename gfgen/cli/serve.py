@@ -316,6 +316,7 @@ def serve_on(
         num_ranks=num_ranks,
         policy=options.policy.name,
         started_at=clock.started_at,
+        began_s=-clock.from_monotonic(0.0),
     )
     todo = bridge.open(info, is_stopped=lambda: _has_signal(session.signals))
     if todo is None:

@@ -258,7 +258,7 @@ def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(b
 
 def live_of_a_new_front(bridge):
     """What it shows, by all that it is told when it joins."""
-    mirror, front = RunMirror(now=lambda: 7.0, max_open=10), Front(bridge)
+    mirror, front = RunMirror(now=lambda: 7.0, monotonic=lambda: 7.0, max_open=10), Front(bridge)
     bridge.take_events(0.0)
     bridge.close()
     front.leave()

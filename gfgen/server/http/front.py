@@ -127,7 +127,6 @@ class Front:
             api=settings.api,
             keys={name: key for name, key in settings.keys.items() if not key.only_metrics},
             send=self._send,
-            now=mirror.now,
         )
         folder.prepare(store)
         self._webhooks = Webhooks(settings.api)

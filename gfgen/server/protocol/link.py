@@ -75,6 +75,8 @@ class RunInfo:
     """As requested on the command line."""
     started_at: float
     """Unix time of second 0 of the run."""
+    began_s: float | None = None
+    """The machine's monotonic clock at that second."""
 
 
 @dataclass(frozen=True, slots=True)
