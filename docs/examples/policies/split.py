@@ -16,15 +16,14 @@ def policy(snapshot: Snapshot, *, images: int = 0, degree: int = 1) -> list[Deci
     decisions: list[Decision] = []
     for views, has_videos in parts:
         ranks = {view.rank for view in views}
-        islands = tuple(tuple(rank for rank in island if rank in ranks) for island in snapshot.islands)
+        sets = snapshot.costs.sets([view.rank for view in views])
         part = replace(
             snapshot,
             open={name: job for name, job in snapshot.open.items() if _is_video(job) == has_videos},
             busy={name: job for name, job in snapshot.busy.items() if _is_video(job) == has_videos},
             running=tuple(each for each in snapshot.running if ranks.issuperset(each.layout.ranks)),
             ranks=views,
-            islands=tuple(filter(None, islands)),
-            max_degree=max(map(len, islands)),
+            max_degree=max(map(len, sets), default=1),
             orders=None,
         )
         decisions += triage(part, degree=degree)
