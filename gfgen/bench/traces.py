@@ -34,7 +34,7 @@ KINDS = {
 }
 """The field of a request's kind, and that of its time, by which a format is known."""
 MAPPED = re.compile(
-    r"(?P<kind>[^=]+)=(?P<model>[^,=]+)(,(?P<size>\d+x\d+(x\d+)?))?(,slack=(?P<slack>[\d.]+))?"
+    r"(?P<kind>[^=]+)=(?P<model>[^,=]+)(,(?P<size>\d+x\d+(x\d+)?))?(,slack=(?P<slack>\d+(\.\d+)?))?"
 )
 REST = "*"
 """Stands for all kinds that are not named."""

@@ -209,8 +209,8 @@ def _options_of(
     given: Arguments, cluster: RayCluster | None, output_dir: Path, publisher: Publisher | None, job_file: str
 ) -> RunOptions:
     hook = keep_if = None
-    if given.on_file is not None or given.keep_if is not None:
-        from gfgen.session.filters import FileHook, Filter
+    if given.on_file is not None or given.keep_if is not None or given.on_done is not None:
+        from gfgen.session.filters import FileHook, Filter  # also for the end, when the package may be gone
     if given.on_file is not None:
         hook = FileHook(given.on_file, output_dir, limit_s=given.hook_timeout_s)
     if given.keep_if is not None:

@@ -100,7 +100,7 @@ class _RankClaims:
             self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
             if num_more >= 0:
-                near = next(each for each in self._sets if own[0] in each)
+                near = next((each for each in self._sets if not set(own).isdisjoint(each)), ())  # or all died
                 self._held_until_s |= {rank: running.predicted_end_s for rank in self.unheld if rank in own}
                 self._hold(num_more, running.predicted_end_s, near)
 

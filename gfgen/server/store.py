@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import queue
 import sqlite3
@@ -341,6 +342,12 @@ class Store:
         ended = f"(SELECT *, {total} FROM jobs WHERE status != 'open' AND NOT {_FAVOURITE})"
         return _jobs(self._reader, "WHERE completed_at < ? OR total > ?", (before, keep_bytes), table=ended)
 
+    @property
+    def first_at(self) -> float:
+        """Unix time of its first job; infinite without one."""
+        first_at = self._reader.execute("SELECT MIN(created_at) FROM jobs").fetchone()[0]
+        return math.inf if first_at is None else float(first_at)
+
     def known(self, job_ids: Iterable[str], *statuses: str) -> set[str]:
         """The subset of these jobs that have one of these statuses."""
         sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
@@ -375,7 +382,7 @@ class Store:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             if str(error) != self._logged_error:  # clients retry, and the log may be on the same disk
-                logger.error("cannot write %s: %s; requests are refused until then", self._path, error)
+                logger.error("cannot write %s: %s; requests are refused meanwhile", self._path, error)
             self._logged_error = str(error)
             reason = OutputError(f"cannot write {self._path.name} ({error}); free some space and retry")
             done = [(future, reason) for _, future in queued]

@@ -172,6 +172,10 @@ class Session:
         are_all_needed: no rank may be missing, and all tasks are prepared now, as in measurements.
         Raises: InputError when a model does not fit; WorkerError; InterruptedRunError.
         """
+        import gfgen.runtime.control.control  # before ranks load, since the package may change meanwhile
+        import gfgen.runtime.processes.workers
+        import gfgen.runtime.simulate.choosers
+        import gfgen.session.live  # noqa: F401
         from gfgen.session.warming import choose_kernels
 
         options = self.options
@@ -335,6 +339,7 @@ class Session:
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep what later runs predict from; no task times if an option or streamed blocks change them."""
         are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements
+        are_usual = are_usual and not ranks.devices.link_bytes_per_s
         keep_measured(
             runs_path(ranks.profiled_as),
             costs.classes.values() if are_usual else (),

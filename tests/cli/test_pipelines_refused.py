@@ -14,7 +14,6 @@ from small_checkpoints import save_checkpoint
 
 from gfgen.cli.main import cli
 from gfgen.errors import JobFileError
-from gfgen.session import ranks
 
 JOB = {"prompt": "a red cat", "size": "64x64", "frames": 9}
 
@@ -81,7 +80,7 @@ def test_one_line_says_it(
     import diffusers
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(ranks, "WorkerPool", None)  # nothing starts
+    monkeypatch.setattr("gfgen.runtime.processes.pool.WorkerPool", None)  # nothing starts
     job = {"model": "ltx", "image": "first.png", **JOB, **change}
     said = {name: value for name, value in job.items() if value is not None}
     (folder / "jobs.jsonl").write_text(json.dumps(said))

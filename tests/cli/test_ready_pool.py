@@ -17,7 +17,7 @@ from gfgen.system.signals import SignalPipe
 
 @pytest.fixture(autouse=True)
 def nothing_is_awaited(monkeypatch):
-    monkeypatch.setattr(ranks, "wait_ready", lambda pool, signals: None)
+    monkeypatch.setattr("gfgen.runtime.processes.starting.wait_ready", lambda pool, signals: None)
     monkeypatch.setattr(ranks, "compile_ahead", lambda *_: contextlib.nullcontext())
 
 
@@ -28,7 +28,7 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
         told.append(settings)
         return contextlib.nullcontext(SimpleNamespace(living=[]))
 
-    monkeypatch.setattr(ranks, "WorkerPool", note)
+    monkeypatch.setattr("gfgen.runtime.processes.pool.WorkerPool", note)
     monkeypatch.setattr(compiler, "kept", list)
     shared = Devices("cuda", 4, (Gpu("NVIDIA H200", 100),) * 2, ranks_per_gpu=2)
     with contextlib.closing(SignalPipe()) as signals, ready_pool([Path("model")], Ranks(shared), signals):
@@ -42,7 +42,8 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
 )
 def test_the_first_start_on_gpus_says_that_it_compiles(caplog, monkeypatch, kind, is_first, is_told):
     monkeypatch.setattr(
-        ranks, "WorkerPool", lambda *_, **options: contextlib.nullcontext(SimpleNamespace(living=[]))
+        "gfgen.runtime.processes.pool.WorkerPool",
+        lambda *_, **options: contextlib.nullcontext(SimpleNamespace(living=[])),
     )
     monkeypatch.setattr(compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
     caplog.set_level("INFO", "gfgen")

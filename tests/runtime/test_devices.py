@@ -189,7 +189,9 @@ def test_gpus_that_do_not_reach_each_other_are_apart():
 
 def test_ranks_that_share_a_gpu_reach_each_other():
     apart = tuple(Gpu("a GPU", 100, frozenset()) for _ in range(2))
-    assert choose_devices(ranks_per_gpu=2, find=lambda: apart, num_ranks=4).islands == ((0, 2), (1, 3))
+    options = {"ranks_per_gpu": 2, "find": lambda: apart, "num_ranks": 4}
+    assert choose_devices(transport="peer", **options).islands == ((0, 2), (1, 3))
+    assert choose_devices(**options).islands == ((0, 1, 2, 3),)
     alone = choose_devices(ranks_per_gpu=4, find=lambda: apart[:1])
     assert alone.islands == ((0, 1, 2, 3),)
     assert not alone.over_host
@@ -202,8 +204,10 @@ def test_gpus_without_peer_access_share_steps_over_main_memory(transport):
     assert over_host.over_host
     assert over_host.islands == ((0, 1, 2),)
     assert not choose_devices(num_ranks=1, find=lambda: apart).over_host
-    with pytest.raises(InputError, match=r"--transport peer: .* \[0\]; \[1\]; \[2\]; use auto or host"):
-        choose_devices(find=lambda: apart, transport="peer")
+    assert choose_devices(find=lambda: apart, transport="peer").islands == ((0,), (1,), (2,))
+    pairs = [Gpu("a GPU", 10**11, frozenset({each ^ 1})) for each in range(4)]
+    with pytest.raises(InputError, match=r"--transport peer: .* \[0, 1\]; \[2, 3\]; use auto or host"):
+        choose_devices(find=lambda: pairs, transport="peer")
     assert choose_devices("cpu", transport="peer").islands == ((0, 1, 2, 3),)
 
 

@@ -100,7 +100,10 @@ class HostArena(DeviceArena):
             address = cuda.register_host(host_address, num_bytes)
         except RunError as error:
             library().gfc_arena_unmap(host_address, num_bytes)
-            raise RunError(f"cannot pin {num_bytes} bytes of main memory for exchanges: {error}") from error
+            raise RunError(
+                f"cannot pin {num_bytes} bytes of main memory for exchanges ({error}): raise 'ulimit -l' or "
+                "a container's limit of locked memory, or let each GPU work alone with --transport peer"
+            ) from error
         return cls(plan, device, address, num_bytes, cuda, host_address)
 
     def _unmap(self) -> None:

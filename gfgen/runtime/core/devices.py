@@ -100,6 +100,9 @@ class Devices:
         return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
 
 
+_NO_LINK = "--link limits exchanges through main memory only (--transport host)"
+
+
 def choose_devices(
     kind: str = "auto",
     num_ranks: int | None = None,
@@ -123,6 +126,8 @@ def choose_devices(
         if transport == "peer":
             logger.info("--transport peer has no effect on CPU ranks")
         count = num_ranks or DEFAULT_CPU_RANKS
+        if link is not None and not over_host:
+            logger.warning(_NO_LINK)
         return Devices(CPU, count, memory_limit=memory_limit, over_host=over_host, link_bytes_per_s=rate)
     most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
     count = num_ranks or most
@@ -135,11 +140,12 @@ def choose_devices(
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
     devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport == "host", rate)
-    if transport == "auto" and max(map(len, devices.islands)) == 1 < count:
+    num_islands = len(Devices(CUDA, len(used), tuple(used)).islands)
+    if transport == "auto" and num_islands == len(used) > 1:
         devices = replace(devices, over_host=True)
     if link is not None and not devices.over_host:
-        logger.warning("--link limits exchanges through main memory only (--transport host)")
-    if transport == "peer" and len(devices.islands) > 1:
+        logger.warning(_NO_LINK)
+    if transport == "peer" and 1 < num_islands < len(used):
         apart = "; ".join(str(list(island)) for island in devices.islands)
         raise InputError(f"--transport peer: these ranks do not reach each other: {apart}; use auto or host")
     return devices

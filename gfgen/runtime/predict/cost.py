@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gfgen.graph import FIRST_STEP, STEPS, Stage, Task
-from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits
+from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits, with_torus
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
 from gfgen.runtime.predict.links import exposed_s
@@ -283,7 +283,8 @@ class CostModel:
             found = profiled.scaled(cost_class.shared.drift(stage), profiled.provenance)
         else:
             found = self._by_pace(cost_class, stage, degrees)
-        if stage in STEPS and not self._table.has_torus(cost_class.model, stage):
+        is_profiled = self._table.has(cost_class.model, cost_class.shape, stage, degrees)
+        if stage in STEPS and not (is_profiled and with_torus(degrees)[3] > 1):
             seconds = exposed_s(cost_class.limits, degrees, found.seconds)
             found = replace(found, seconds=found.seconds + seconds, loaded_s=found.loaded_s + seconds)
         if found.seconds >= least_s:
@@ -408,7 +409,10 @@ class CostModel:
             wide_s, narrow_s = (
                 self.estimate(cost_class, Stage.DENOISE, each).loaded_s for each in (wide, narrow)
             )
-            if narrow_s < wide_s * (1 + _PAYS * (math.prod(wide) / math.prod(narrow) - 1)):
+            has_price = limits.exchanged_bytes > 0 or math.prod(with_torus(wide)[1:]) == 1
+            has_price = has_price or (Stage.DENOISE, wide) in cost_class.measured
+            pays = narrow_s >= wide_s * (1 + _PAYS * (math.prod(wide) / math.prod(narrow) - 1))
+            if not (has_price and pays):
                 steps[idx] = narrow
         decodes = tuple(_best_numbers(limits.max_decode_degree, known_s))
         cost_class.arrangement = Arrangement(tuple(steps), decodes)

@@ -73,7 +73,8 @@ class CostTable:
         self._rows: dict[tuple[str, Stage], dict[Degrees, list[ProfileRow]]] = defaultdict(dict)
         for row in profile.rows:
             single, is_in_batch, _ = row.shape.partition(IN_BATCHES)
-            if not (is_in_batch and self.has(row.model, single, row.stage, row.degrees)):
+            is_alike = with_torus(row.degrees)[3] == 1  # what slow links add does not follow the work
+            if is_alike and not (is_in_batch and self.has(row.model, single, row.stage, row.degrees)):
                 self._rows[row.model, row.stage].setdefault(row.degrees, []).append(row)
         self.models = profile.models
         self._write_s = profile.write_s
@@ -84,10 +85,6 @@ class CostTable:
     def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
         """Whether some shape was measured with these degrees."""
         return degrees in self._rows.get((model, stage), {})
-
-    def has_torus(self, model: str, stage: Stage) -> bool:
-        """Whether some of its times are of exchanges over slow links."""
-        return any(with_torus(degrees)[3] > 1 for degrees in self._rows.get((model, stage), {}))
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""

@@ -128,16 +128,19 @@ class JobFolder:
     def prepare(self, store: Store) -> None:
         """Create the folders, and remove what a killed server left of jobs that this store knows as ended.
 
-        Files of other jobs stay: a damaged store may be repaired and put back later.
+        Files of other jobs stay, since a damaged store may be repaired and put back later; but not input
+        pictures that are newer than this store's first job, whose requests were never accepted.
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
         for folder, statuses in ((self.inputs, ENDED), (self.path, ("cancelled", "failed"))):
             ids = {path: path.name.partition(".")[0] for path in folder.iterdir()}
             unwanted = store.known(ids.values(), *statuses)
+            open_ids = store.known(ids.values(), "open")
             for path, job_id in ids.items():
                 is_own = folder == self.inputs or path.name.removeprefix(job_id) in (".png", ".mp4")
-                if is_own and job_id in unwanted:
+                is_new = folder == self.inputs and path.stat().st_mtime >= store.first_at
+                if is_own and (job_id in unwanted or (is_new and job_id not in open_ids)):
                     _unlink(path)
 
     def _thumbnail(self, job_id: str) -> Path:
