@@ -11,6 +11,7 @@ Each stage gives the jobs that it keeps and the problems of the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
@@ -278,12 +279,16 @@ class Admission:
     def resolve(self, specs: Sequence[JobSpec]) -> Judged:
         named, unknown = self.memory.patches.named(specs)
         jobs, refused = admit(named, default_model=self.models.default, find_model=self.models.find)
-        devices = self.memory.devices
-        if devices.over_host:
-            name = devices.gpus[0].name if devices.gpus else None
-            rate = host_bytes_per_s(name, devices.link_bytes_per_s)
+        if rate := self._link_bytes_per_s:
             jobs = tuple(replace(job, limits=replace(job.limits, link_bytes_per_s=rate)) for job in jobs)
         return jobs, (*unknown, *refused)
+
+    @functools.cached_property
+    def _link_bytes_per_s(self) -> float:
+        """Of main memory, over which ranks exchange; 0 if they reach each other's."""
+        devices = self.memory.devices
+        name = devices.gpus[0].name if devices.gpus else None
+        return host_bytes_per_s(name, devices.link_bytes_per_s) if devices.over_host else 0.0
 
     def fit(self, jobs: Sequence[AdmittedJob], *, done: Done | None = None) -> Judged:
         """Those that fit into memory and, unless `done`, the bounds. Raises: InputError for a model."""

@@ -338,8 +338,8 @@ class Session:
 
     def _keep_measured(self, ranks: Ranks, costs: CostModel) -> None:
         """Keep what later runs predict from; no task times if an option or streamed blocks change them."""
-        are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not self.pool.settings.placements
-        are_usual = are_usual and not ranks.devices.link_bytes_per_s
+        changes = self.pool.settings.placements or ranks.devices.link_bytes_per_s
+        are_usual = ranks.vae_dtype == "auto" and ranks.has_graphs and not changes
         keep_measured(
             runs_path(ranks.profiled_as),
             costs.classes.values() if are_usual else (),

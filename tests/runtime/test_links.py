@@ -46,15 +46,29 @@ def test_peer_memory_one_rank_and_halves_of_guidance_cost_nothing():
     assert exposed_s(replace(WAN, uses_cfg=True), (2, 1, 1), 0.09) == 0
 
 
-def degrees_on_two(limits: Limits) -> tuple[int, ...]:
+def degrees_on_two(limits: Limits, shape: str = "832x480x49", **more: ProfileRow) -> tuple[int, ...]:
     rows = [
         ProfileRow("wan", "832x480x49", Stage.DENOISE, degrees, seconds, 0.0, 9)
         for degrees, seconds in {ALONE: 0.0912, (1, 2, 1): 0.0501}.items()
     ]
-    costs = CostModel(Profile("a GPU", "2026-01-01", "test", 2, tuple(rows)))
+    costs = CostModel(Profile("a GPU", "2026-01-01", "test", 2, (*rows, *more.values())))
     flops = dict.fromkeys(Stage, 1e12)
-    found = costs.cost_class("wan", "832x480x49", flops=flops, state_bytes=10, limits=limits)
+    found = costs.cost_class("wan", shape, flops=flops, state_bytes=10, limits=limits)
     return costs.arrangement(found).steps[1]
+
+
+def test_a_time_over_the_link_is_of_its_shape_alone():
+    row = ProfileRow("wan", "832x480x49", Stage.DENOISE, TORUS, 0.2, 0.0, 9)
+    assert degrees_on_two(WAN, kept=row) == ALONE
+    assert degrees_on_two(WAN, "832x480x81", kept=row) == degrees_on_two(WAN, "832x480x81") == TORUS
+
+
+def test_a_pipeline_without_a_price_takes_more_ranks_where_they_were_measured():
+    limits = replace(WAN, exchanged_bytes=0.0)
+    assert degrees_on_two(limits) == ALONE
+    assert degrees_on_two(replace(limits, uses_cfg=True)) == (2, 1, 1)
+    row = ProfileRow("wan", "832x480x49", Stage.DENOISE, TORUS, 0.06, 0.0, 9)
+    assert degrees_on_two(limits, kept=row) == TORUS
 
 
 def test_two_ranks_share_a_step_where_the_link_lets_them_gain():

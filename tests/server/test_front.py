@@ -156,7 +156,7 @@ def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store
 
     asyncio.run(note())
     touched(tmp_path, *(f"{name}.mp4" for name in names.values()), "my film.mp4")
-    touched(tmp_path / ".inputs", *names.values())
+    touched(tmp_path / ".inputs", *names.values(), ids(9))
     JobFolder(tmp_path).prepare(store)
     assert {path.name for path in tmp_path.glob("*.mp4")} == {
         f"{names['open']}.mp4",

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
@@ -139,12 +139,11 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
-    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport == "host", rate)
     num_islands = len(Devices(CUDA, len(used), tuple(used)).islands)
-    if transport == "auto" and num_islands == len(used) > 1:
-        devices = replace(devices, over_host=True)
-    if link is not None and not devices.over_host:
+    over_host = transport == "host" or (transport == "auto" and num_islands == len(used) > 1)
+    if link is not None and not over_host:
         logger.warning(_NO_LINK)
+    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, over_host, rate)
     if transport == "peer" and 1 < num_islands < len(used):
         apart = "; ".join(str(list(island)) for island in devices.islands)
         raise InputError(f"--transport peer: these ranks do not reach each other: {apart}; use auto or host")

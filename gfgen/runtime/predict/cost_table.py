@@ -82,9 +82,9 @@ class CostTable:
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
         return (model, shape, stage, degrees) in self._exact
 
-    def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
-        """Whether some shape was measured with these degrees."""
-        return degrees in self._rows.get((model, stage), {})
+    def is_known(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
+        """Whether this shape was measured with these degrees, or others from which its time follows."""
+        return self.has(model, shape, stage, degrees) or degrees in self._rows.get((model, stage), {})
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None if no similar task was measured."""

@@ -133,14 +133,16 @@ class JobFolder:
         """
         for folder in (self.inputs, self._thumbnails):
             folder.mkdir(exist_ok=True)
+        first_at = store.first_at
         for folder, statuses in ((self.inputs, ENDED), (self.path, ("cancelled", "failed"))):
             ids = {path: path.name.partition(".")[0] for path in folder.iterdir()}
             unwanted = store.known(ids.values(), *statuses)
-            open_ids = store.known(ids.values(), "open")
+            if folder == self.inputs:
+                new = {name for path, name in ids.items() if path.stat().st_mtime >= first_at}
+                unwanted |= set(filter(_JOB_ID.fullmatch, new)) - store.known(new, "open")
             for path, job_id in ids.items():
                 is_own = folder == self.inputs or path.name.removeprefix(job_id) in (".png", ".mp4")
-                is_new = folder == self.inputs and path.stat().st_mtime >= store.first_at
-                if is_own and (job_id in unwanted or (is_new and job_id not in open_ids)):
+                if is_own and job_id in unwanted:
                     _unlink(path)
 
     def _thumbnail(self, job_id: str) -> Path:
@@ -284,6 +286,7 @@ def _no_picture() -> ApiError:
 
 _NAME = ".files"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
+_JOB_ID = re.compile(r"(video|image|job)_[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
 
