@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 66_023,
+    "lines of the package": 66_022,
     "files of the package": 287,
     "lines of the core": 5_577,
     "files of the core": 24,
     "modules of one folder": 13,
-    "methods of one class": 26,
+    "methods of one class": 25,
     "folders that name reuse": 4,
     "folders that name lora": 5,
     "folders that name offload": 1,

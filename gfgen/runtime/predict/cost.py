@@ -291,9 +291,6 @@ class CostModel:
             return found
         return replace(found, seconds=least_s, loaded_s=max(found.loaded_s, least_s))
 
-    def _is_known(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        return self._table.is_known(cost_class.model, cost_class.shape, stage, degrees)
-
     def spread(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
         """How far the estimate may be off, as a share of it: the interquartile range, or more."""
         measured = cost_class.measured.get((stage, degrees))
@@ -400,8 +397,10 @@ class CostModel:
 
         def known_s(stage: Stage, degrees: Degrees) -> float:
             """An estimate from tasks of the same degrees; infinite if there are none."""
-            is_known = (stage, degrees) in cost_class.measured or self._is_known(cost_class, stage, degrees)
-            return self.estimate(cost_class, stage, degrees).loaded_s if is_known else math.inf
+            is_measured = (stage, degrees) in cost_class.measured
+            if is_measured or self._table.is_known(cost_class.model, cost_class.shape, stage, degrees):
+                return self.estimate(cost_class, stage, degrees).loaded_s
+            return math.inf
 
         limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
         steps = [_best_way(limits.ways(number), known_s) for number in numbers]
@@ -455,7 +454,7 @@ class CostModel:
         if profiled is not None and profiled.loaded_s > 0 and is_computing:
             # Only then a deviation is due to the machine, and not to a batch or to degrees.
             is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
-            if is_alike and self._is_known(cost_class, *key):
+            if is_alike and self._table.is_known(cost_class.model, cost_class.shape, *key):
                 _note(shared.drifts[stage], task, measured.value / profiled.loaded_s)
         if is_computing and (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
             _note(shared.paces[stage], task, pace)
