@@ -778,13 +778,6 @@ class TestDocumentation:
         rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
         assert rows == list(FIELDS)
 
-    def test_the_fields_are_frozen(self) -> None:
-        expected = """id prompt negative_prompt prompt_syntax model size width height frames fps steps
-            guidance_scale guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image background
-            args files scheduler lora sigmas recipe reuse upscale upscale_strength upscale_steps deadline
-            arrival timeout priority tag output format quality"""
-        assert list(FIELDS) == expected.split()
-
 
 class TestEdges:
     def test_an_output_may_have_seven_folders_and_names_of_200_bytes(self) -> None:

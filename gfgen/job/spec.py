@@ -1,4 +1,4 @@
-"""One job as asked or as run, with its default id, seed, name and hash, wherever it is in the file."""
+"""One job as asked (fields.py reads it) or as run: its default id, seed, name and hash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import secrets
 import subprocess
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,10 @@ PLACEHOLDER = re.compile(r"\{(?:(" + "|".join(PLACEHOLDERS) + r")|(index|seed):0
 RANDOM_SEED = -1  # asks for a seed that is drawn once
 NUM_SEEDS = 2**64
 
-HASHED_FIELDS = (
-    *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
-    *("seed", "output", "format", "quality"),
-    *("image_sha256", "background", "args", "files_sha256", "scheduler", "sigmas", "lora", "reuse"),
-    *("recipe", "prompt_syntax", *UPSCALE_FIELDS),
+_NOT_HASHED = (  # files count by their hashes; when a job runs and who asked for it changes no file
+    *("id", "image", "files", "lora_files", "enlarged", "place", "line", "tag", "owner", "priority"),
+    *("deadline_s", "deadline_at", "deadline_clock", "arrival_s", "timeout_s"),
 )
-"""What decides the file's content and name: the canonical spec."""
 _NO_ARGUMENTS = (
     *("prompt", "negative_prompt", "seed", "output", "format", "quality"),
     *("image_sha256", "files_sha256", "lora", "reuse"),
@@ -181,13 +178,16 @@ class JobSpec:
         return replace(self, lora=None, lora_files=None)
 
 
+HASHED_FIELDS = tuple(each.name for each in fields(JobSpec) if each.name not in _NOT_HASHED)
+"""What decides the file's content and name, so all fields but those: the canonical spec."""
+
+
 def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:
     """SHA-256 in hex of the job's canonical spec: equal when the finished file would serve.
 
     Take it of the job as asked, with the run's default model filled in and before a model's
     geometry rounds it. With random weights the same job is another one: its file shows noise.
-    When a job runs, who waits for it and how reports call it (deadline, arrival, timeout,
-    priority, tag, line) is not in it, nor is the id, except through the default seed.
+    The id counts through the default seed alone.
     """
     text = canonical_spec(spec, has_random_weights=has_random_weights)
     return hashlib.sha256(text.encode()).hexdigest()
