@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,9 @@ from benchmarks.shared_transformers import (
     shared_forward,
 )
 from gfgen.errors import LayoutError, ModelError
+from gfgen.gfc.endpoint import CpuGroup
 from gfgen.layout import Layout
+from gfgen.models.geometry.pipeline import TOKEN_SIDES
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import PLANS
@@ -72,6 +76,44 @@ def test_every_class_with_a_plan_is_tested() -> None:
         if name.endswith("Model") and getattr(getattr(diffusers, name), "_cp_plan", None) is not None
     }
     assert with_plan | PLANS.keys() == {type(make(name)[0]).__name__ for name in CASES}
+
+
+def test_runs_use_every_plan_but_those_whose_pipelines_are_not_compared_here() -> None:
+    assert PLANS.keys() - TOKEN_SIDES.keys() == {
+        "LongCatImageTransformer2DModel",  # its processor needs torchvision
+        "MiniMaxH3Transformer3DModel",  # only in modular pipelines
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((0, 1, 2), ulysses=3),
+        Layout((0, 1, 2), ring=3),
+        Layout((0, 1, 2), torus=3),
+        Layout(tuple(range(8)), ulysses=2, ring=2, torus=2),
+    ],
+    ids=str,
+)
+def test_a_forward_sends_the_bytes_of_docs_core(
+    ranks: Ranks, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = make("wan")
+    sent, own_move = Counter[int](), CpuGroup._move
+
+    def move(group: Any, tensors: Any, resharding: Any, *, in_arena: bool) -> Any:
+        if resharding is not None and group.size > 1:
+            parts = resharding.split_sizes  # without any, each other rank gets the whole
+            share = 1 - parts[group.slot] / sum(parts) if parts else group.size - 1
+            sent[threading.get_ident()] += round(share * sum(x.nbytes for x in tensors))
+        return own_move(group, tensors, resharding, in_arena=in_arena)
+
+    monkeypatch.setattr(CpuGroup, "_move", move)
+    (found, *_), *_ = shared_forward(ranks, layout, model, inputs)
+    tokens, width, num_layers = 3 * 3 * 5, 24 * 16, 2
+    exchanged = 4 * 4 * tokens * width * num_layers  # fp32; queries, keys, values and results
+    of_attention = exchanged * (1 - 1 / layout.ulysses + 1 - 1 / layout.torus + (layout.ring - 1) / 2)
+    assert sum(sent.values()) == round(of_attention) + (layout.degree - 1) * found.nbytes
 
 
 @pytest.mark.parametrize(

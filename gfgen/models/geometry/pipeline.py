@@ -53,8 +53,7 @@ TOKEN_SIDES: Mapping[str, int] = {
 }
 """Classes of transformers whose tokens ranks can share, and the most pixels along a token's side.
 
-Each has a plan (parallel/plans.py), and steps of its pipelines have been compared with those of one rank
-(benchmarks/results/pipelines.md).
+Each has a plan (parallel/plans.py); its steps were compared with one rank (benchmarks/results/pipelines.md).
 """
 GUIDED = frozenset(
     (

@@ -4,7 +4,8 @@ A plan names modules by patterns: `*` is one part of a name, `-1` the last modul
 whose pattern ends in `?` may be missing. An entry of a module is for a parameter of its forward, by name, or
 for one of its outputs, by index. hooks.py applies plans.
 
-Some classes of diffusers have a `_cp_plan`, which is read as it is. `PLANS` adds to it, or replaces it.
+Some classes of diffusers have a `_cp_plan`, which is read as it is. `PLANS` adds to it, or replaces it. Runs
+share only classes of `TOKEN_SIDES` (geometry/pipeline.py), which have been compared with one rank.
 
 Streams are sequences of tokens that are cut: a stream has one length on the whole and one shard on each
 rank, by `layout.shard_bounds`.
