@@ -11,7 +11,7 @@ from gfgen.policies.speed import LostJobs, chosen_task
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 by_deadline = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
-"""A started job stays ahead of its equals: they would take turns otherwise, and all would end late."""
+"""A started job stays ahead of its equals, or all would end late. control/backlog.py sorts so, too."""
 _rest = attrgetter("precedence", "remaining_s", "arrival_s", "deadline_s")
 _precedence = attrgetter("precedence")
 

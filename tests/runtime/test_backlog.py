@@ -60,7 +60,9 @@ def varied(number: int, *, has_deadlines: bool) -> list[AdmittedJob]:
     jobs = [make_job(f"j{idx:03}", steps=draw.choice((2, 5, 9))) for idx in range(number)]
     if has_deadlines:
         jobs = [
-            replace(job, info=replace(job.info, spec=replace(job.spec, deadline_s=draw.uniform(0.1, 9.0))))
+            replace(
+                job, info=replace(job.info, spec=replace(job.spec, deadline_s=draw.choice((0.3, 3.0, 9.0))))
+            )
             for job in jobs
         ]
     return jobs

@@ -149,9 +149,9 @@ def _work_of(job: AdmittedJob) -> float:
 
 
 def _orders(places: array[int], keys: Sequence[float]) -> Iterator[array[int]]:
-    """By arrival, deadline, the least and the most work, if these differ; `keys` has three for a place.
+    """By arrival, deadline (as `edf`), least and most work, if these differ; `keys` has three for each.
 
-    The least work of any priority is what can still be done when there is little time or room.
+    A policy's new order goes here, too. The least work of any priority is what fits into little time or room.
     """
 
     def sorted_by(*signs: int) -> array[int]:
