@@ -26,6 +26,7 @@ from gfgen.server.protocol.limits import ApiOptions, ServerLimits
 from gfgen.server.shown.prometheus import ServerMetrics
 
 FOLDER = Path(__file__).parent
+MANY_FIELDS = 8  # of a request: only such lists stand for others
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEANINGS = {
     "id": "name of the job in reports and of its file; default: from the prompt ([Identity](#identity))",
@@ -159,21 +160,29 @@ def document() -> dict[str, Any]:
 
 
 def endpoints() -> str:
-    rows = (
-        (f"`{method.upper()} {path}`", call["summary"], asked(call))
-        for path, methods in document()["paths"].items()
-        for method, call in methods.items()
-    )
+    """A call with all fields of an earlier one names that call instead."""
+    rows: list[tuple[str, str, str]] = []
+    long: dict[str, list[str]] = {}
+    for path, methods in document()["paths"].items():
+        for method, call in methods.items():
+            shown = f"`{method.upper()} {path}`"
+            given = [each for each in call.get("parameters", ()) if each["in"] == "query"]
+            query = ", ".join(f"`?{each['name']}`" for each in given)
+            names = body_of(call)
+            like = next((each for each, theirs in long.items() if set(theirs) <= set(names)), None)
+            if like is None and len(names) > MANY_FIELDS:
+                long[shown] = names
+            own = [f"`{name}`" for name in names if like is None or name not in long[like]]
+            body = ", ".join([f"those of {like}", *own] if like else own)
+            rows.append((shown, call["summary"], "; ".join(filter(None, (query, body)))))
     return table(("call", "does", "query; fields of the request"), rows)
 
 
-def asked(call: dict[str, Any]) -> str:
-    query = ", ".join(f"`?{each['name']}`" for each in call.get("parameters", ()) if each["in"] == "query")
-    names: dict[str, None] = {}
-    for content in call.get("requestBody", {}).get("content", {}).values():
-        names |= dict.fromkeys(content.get("schema", {}).get("properties", ()))
-    body = ", ".join(f"`{name}`" for name in names)
-    return "; ".join(part for part in (query, body) if part)
+def body_of(call: dict[str, Any]) -> list[str]:
+    contents = call.get("requestBody", {}).get("content", {}).values()
+    return list(
+        dict.fromkeys(name for each in contents for name in each.get("schema", {}).get("properties", ()))
+    )
 
 
 def schema(name: str) -> Callable[[], str]:

@@ -40,13 +40,16 @@ def calls(client: str, *what: str, result: str) -> Callable[[Any], Any]:
 
 
 def table() -> Iterator[str]:
-    """Markdown, in the order of the clients and then of the tests."""
+    """Markdown, in the order of the clients and then of the tests; calls with equal results share a row."""
     for name in MODULES:
         importlib.import_module(name)
     yield "| client | version | call | result |\n|---|---|---|---|\n"
     for client, version in VERSIONS.items():
-        for row in (row for row in _rows if row[0] == client):
-            yield f"| {client} | {version} | {row[1]} | {row[2]} |\n"
+        by_result: dict[str, list[str]] = {}
+        for _, call, result in (row for row in _rows if row[0] == client):
+            by_result.setdefault(result, []).append(call)
+        for result, found in by_result.items():
+            yield f"| {client} | {version} | {'; '.join(found)} | {result} |\n"
 
 
 def written() -> str:
