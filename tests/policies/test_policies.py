@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gfgen.errors import PolicyError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.policies.catalog import load_policy
+from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.policies.edf import edf
 from gfgen.policies.fcfs import fcfs, legacy
 from gfgen.policies.srtf import srtf
@@ -221,18 +221,8 @@ jobs_strategy = st.lists(
     fields=jobs_strategy,
     policy=st.sampled_from(
         [
-            "legacy",
-            "legacy,degree=1",
-            "fcfs",
-            "fcfs,degree=2",
-            "srtf",
-            "srtf,degree=3",
-            "edf",
-            "edf,rescue=false",
-            "triage",
-            "triage,degree=4",
-            "makespan",
-            "auto",
+            *BUILT_IN,
+            *("legacy,degree=1", "fcfs,degree=2", "srtf,degree=3", "edf,rescue=false", "triage,degree=4"),
         ]
     ),
     num_ranks=st.integers(1, 5),

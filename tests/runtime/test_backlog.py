@@ -11,7 +11,7 @@ import pytest
 from builders import make_job
 
 from gfgen.job.packed import Packed
-from gfgen.policies.catalog import load_policy
+from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control import backlog as module
 from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.control import Control, Steering
@@ -68,7 +68,7 @@ def varied(number: int, *, has_deadlines: bool) -> list[AdmittedJob]:
     return jobs
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "triage", "makespan", "legacy"])
+@pytest.mark.parametrize("policy", sorted(BUILT_IN.keys() - {"auto"}))
 @pytest.mark.parametrize("has_deadlines", [False, True])
 def test_decisions_do_not_depend_on_how_many_jobs_are_in_sight(policy, has_deadlines, monkeypatch):
     monkeypatch.setattr(module, "STEP", 5)
