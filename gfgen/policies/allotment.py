@@ -67,9 +67,12 @@ class _RankClaims:
         self._sets = snapshot.costs.sets([view.rank for view in snapshot.ranks])
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
+        self._decodes_end_s: dict[int, float] = {}
+        """Of claimed ranks, which another job may have after that."""
         self._held_until_s: dict[int, float] = {}
         self._kept: set[int] = set()
         """Ranks whose running job continues there."""
+        self._free_at_s = {view.rank: view.free_at_s for view in snapshot.ranks if not view.can_take}
         self.free = list(snapshot.free_ranks)
 
     @property
@@ -86,18 +89,21 @@ class _RankClaims:
             return []
         ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), unheld)
         layout = job.layout(ranks)
-        self.free = [rank for rank in self.free if rank not in layout.ranks]
+        end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
+        decision = self._take(job, layout, end_s)
         if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
-            end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             self._hold(wanted - layout.degree, end_s, near)
-        return [Decision(self._chosen(job, layout), layout)]
+        return [decision]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
         """Hold its own and free ranks, so that a running job has those it wants from its next boundary."""
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             own = running.layout.ranks
-            self._kept.update(own)
+            if running.task.stage is Stage.DECODE:
+                self._decodes_end_s |= dict.fromkeys(own, running.predicted_end_s)
+            else:
+                self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
             if num_more >= 0:
                 near = next((each for each in self._sets if not set(own).isdisjoint(each)), ())  # or all died
@@ -110,9 +116,15 @@ class _RankClaims:
             layout = job.layout((rank,))
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             if end_s <= self._held_until_s[rank] + OVERRUN_S:
-                self.free.remove(rank)
-                return [Decision(self._chosen(job, layout), layout)]
+                return [self._take(job, layout, end_s)]
         return []
+
+    def _take(self, job: JobView, layout: Layout, end_s: float) -> Decision:
+        self.free = [rank for rank in self.free if rank not in layout.ranks]
+        self._free_at_s |= dict.fromkeys(layout.ranks, end_s)
+        if job.next_task.stage is Stage.DECODE:
+            self._decodes_end_s |= dict.fromkeys(layout.ranks, end_s)
+        return Decision(self._chosen(job, layout), layout)
 
     def _better_later(
         self, job: JobView, wanted: int, near: Collection[int], *, num_unheld: int
@@ -123,12 +135,9 @@ class _RankClaims:
             return None
         now_s = self._snapshot.now_s
         ends_s = [  # the end of an overdue task cannot be predicted
-            view.free_at_s
-            for view in self._snapshot.ranks
-            if view.rank in near
-            and not view.can_take
-            and view.rank not in self._kept
-            and view.free_at_s > now_s
+            free_at_s
+            for rank, free_at_s in self._free_at_s.items()
+            if rank in near and rank not in self._kept and free_at_s > now_s
         ]
         if len(ends_s) < num_missing:
             return None
@@ -139,10 +148,19 @@ class _RankClaims:
         return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:
-        wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
+        wanted = min(wanted, widest(self._snapshot, job))
+        if wanted > self._num_left:
+            wanted = min(wanted, max(1, self._num_left + self._num_soon_free(job, wanted)))
         claimed = worth_preparing(self._snapshot, job, power_of_two(wanted))
         self._num_left -= claimed
         return claimed
+
+    def _num_soon_free(self, job: JobView, wanted: int) -> int:
+        """Ranks in decodes for which a step of this job would wait."""
+        if not self._decodes_end_s or job.next_task.stage is Stage.DECODE:
+            return 0
+        soon_s = self._snapshot.now_s + WAIT_SHARE * step_s(self._snapshot, job, power_of_two(wanted))
+        return sum(end_s <= soon_s for end_s in self._decodes_end_s.values())
 
     def _hold(self, number: int, until_s: float, near: Collection[int]) -> None:
         """Hold free ranks that can share a task with the job's."""

@@ -167,6 +167,20 @@ def test_ranks_are_held_for_a_wider_job_that_has_not_quite_left_its_own():
     assert placed(triage(held, degree=1)) == {}
 
 
+@pytest.mark.parametrize(("decode_work_s", "has_waited"), [(0.5, True), (20, False)])
+def test_a_step_waits_for_the_ranks_of_a_short_decode(decode_work_s, has_waited):
+    """Whether the decode is running, or starts in the same turn; a step of `long` on two ranks takes 2 s."""
+    first = replace(decoding("first", remaining_s=decode_work_s), max_decode_degree=1)
+    long = view("long", remaining_s=40, deadline_s=200)
+    picture = four_ranks(first, long, free=(0, 1))
+    picture = replace(picture, ranks=picture.ranks[:2], max_degree=2)
+    assert placed(triage(picture, degree=2)) == {"first": (0,)} | ({} if has_waited else {"long": (1,)})
+    running = RunningTask(first.next_task, Layout.single(0), decode_work_s / 10)
+    ranks = (replace(picture.ranks[0], can_take=False, free_at_s=decode_work_s / 10), picture.ranks[1])
+    later = replace(picture, open={"long": long}, busy={"first": first}, running=(running,), ranks=ranks)
+    assert placed(triage(later, degree=2)) == ({} if has_waited else {"long": (1,)})
+
+
 ISLANDS = ((0, 1), (2, 3))
 
 
