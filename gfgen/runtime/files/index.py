@@ -135,6 +135,10 @@ class ManifestIndex(Observer):
     def ids_with(self, status: str) -> set[str]:
         return {job_id for (job_id,) in self._db.execute("SELECT id FROM ended WHERE status = ?", (status,))}
 
+    def ends_at(self) -> dict[str, float]:
+        """Unix times of the latest ends."""
+        return dict(self._db.execute("SELECT id, at FROM ended"))
+
     def note(self, jobs: Mapping[str, JobInfo], specs: Sequence[JobSpec], keys: bytes | bytearray) -> None:
         """Let the lines of these `specs`, with their `ParsedJobs.keys`, stand for the jobs among them."""
         rows = []

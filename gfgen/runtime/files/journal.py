@@ -161,11 +161,12 @@ def left_ids(
     """Jobs of a journal's runs, or of the last one, that have not ended, and those that a filter wants again;
     `lines` are the manifest's."""
     if isinstance(lines, ManifestIndex):
-        again = lines.ids_with("again")
+        again, ends_at = lines.ids_with("again"), lines.ends_at()
     else:
         again = {job_id for job_id, line in lines.items() if line.get("status") == "again"}
+        ends_at = {job_id: ended_at(line) for job_id, line in lines.items()}
     arrived = {each["job_id"]: at for at, each in arrivals(path, is_last=is_last)}
-    return again | {job_id for job_id, at in arrived.items() if ended_at(lines.get(job_id, {})) <= at - 1}
+    return again | {job_id for job_id, at in arrived.items() if ends_at.get(job_id, 0.0) <= at - 1}
 
 
 def num_waiting(path: Path, lines: Mapping[str, ManifestLine]) -> int:
@@ -202,11 +203,18 @@ def _entries(path: Path, *marks: bytes, start: int = 0) -> Iterator[dict[str, An
     """The lines with one of these texts, except those that cannot be read."""
     if not path.is_file():  # a device may have no end
         return
-    with contextlib.suppress(OSError), path.open("rb") as lines:
-        lines.seek(start)
-        for line in lines:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        places = {mark: content.find(mark, start) for mark in marks}
+        while found := [place for place in places.values() if place >= 0]:
+            begin = content.rfind(b"\n", start, min(found)) + 1 or start
+            end = content.find(b"\n", begin) + 1 or len(content)
+            places |= {mark: content.find(mark, end) for mark, place in places.items() if 0 <= place < end}
             with contextlib.suppress(ValueError):
-                if any(mark in line for mark in marks) and isinstance(entry := json.loads(line), dict):
+                if isinstance(entry := json.loads(content[begin:end]), dict):
                     yield entry
 
 
