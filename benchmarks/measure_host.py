@@ -46,7 +46,8 @@ def add_host(
     fds = {rank: opened(fd) for rank, fd in arena_fds.items()}
     _ENDPOINTS["peer"] = endpoint
     _ENDPOINTS["host"] = CudaEndpoint(
-        HostArena.open(fds[endpoint.rank], plan, device=endpoint.device),
+        None,
+        host=HostArena.open(fds[endpoint.rank], plan, device=endpoint.device),
         rank=endpoint.rank,
         peer_fds={rank: fd for rank, fd in fds.items() if rank != endpoint.rank},
         incarnations=dict.fromkeys(fds, 1),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from gfgen.errors import LayoutError
@@ -135,11 +135,20 @@ class Limits:
     """The share of a step's operations that these attentions are."""
     link_bytes_per_s: float = 0.0
     """Of slow links, over which ranks exchange heads in a torus; 0: they reach each other's memory."""
+    num_near: int = 1
+    """How many ranks in a row reach each other's memory where other links are slow."""
 
     @property
     def step_degree(self) -> int:
         """The most ranks that one denoising step can use."""
         return self.max_sequence_degree * (2 if self.uses_cfg else 1)
+
+    def num_apart(self, degrees: Degrees) -> int:
+        """Into how many sets that reach each other's memory the ranks of a branch fall."""
+        if not self.link_bytes_per_s or prod(degrees) <= self.num_near:
+            return 1
+        sequence = prod(degrees[1:])
+        return sequence // gcd(sequence, self.num_near)
 
     def ways(self, num_ranks: int) -> tuple[Degrees, ...]:
         """The degrees in which a step can use so many ranks, or the most that it can use.
@@ -162,8 +171,12 @@ def _ways(limits: Limits, num_ranks: int) -> tuple[Degrees, ...]:
         for cfg, sequence in shared
         if cfg * sequence == most
     ]
-    if limits.link_bytes_per_s:
-        layouts = [replace(each, ulysses=1, torus=each.ulysses) for each in layouts]
+    # As many heads as can be are exchanged over slow links, the rest beside them (StreamFusion, 4.2).
+    toruses = [gcd(each.ulysses, limits.num_apart(each.degrees)) for each in layouts]
+    layouts = [
+        replace(each, ulysses=each.ulysses // torus, torus=torus)
+        for each, torus in zip(layouts, toruses, strict=True)
+    ]
     return tuple([each.degrees for each in layouts])
 
 

@@ -180,8 +180,11 @@ class Costs(Protocol):
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
 
-    def sets(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """These ranks, cut into sets that a layout can be taken from."""
+    def sets(self, ranks: Sequence[int], degree: int = 1) -> tuple[tuple[int, ...], ...]:
+        """These ranks, cut into sets that a layout of `degree` can be taken from.
+
+        Ranks that reach each other's memory are neighbours, so take ranks in a row. Sets may be smaller.
+        """
 
     def spread(self, task: Task, layout: Layout) -> float:
         """How far `task_s` may be off, as a share of it."""
@@ -258,7 +261,8 @@ class Snapshot:
         are left out, unless no group can be filled, when all that can share a task are one group.
         """
         alive = tuple([view.rank for view in self.ranks])
-        return list(_groups(self.costs.sets(alive), max(1, min(degree, self.max_degree))))
+        degree = max(1, min(degree, self.max_degree))
+        return list(_groups(self.costs.sets(alive, degree), degree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class FakeCluster:
 class FakeGroup:
     """One rank's view of a group in a `FakeCluster`."""
 
+    is_far = False
+
     def __init__(
         self,
         cluster: FakeCluster,

@@ -40,6 +40,13 @@ def test_every_rank_is_used_whatever_the_heads(num_shards: int, cfg: int, heads:
         (Limits(True, 99, link_bytes_per_s=1e9), 4, ((2, 1, 1, 2), (1, 1, 1, 4))),
         (Limits(False, 99, 2, link_bytes_per_s=1e9), 4, ((1, 1, 2, 2),)),
         (Limits(True, 99, link_bytes_per_s=1e9), 2, ((2, 1, 1), (1, 1, 1, 2))),
+        (Limits(True, 99, link_bytes_per_s=1e9, num_near=2), 2, ((2, 1, 1), (1, 2, 1))),
+        (Limits(True, 99, link_bytes_per_s=1e9, num_near=2), 4, ((2, 2, 1), (1, 2, 1, 2))),
+        (Limits(True, 99, link_bytes_per_s=1e9, num_near=2), 8, ((2, 2, 1, 2), (1, 2, 1, 4))),
+        (Limits(False, 99, link_bytes_per_s=1e9, num_near=4), 8, ((1, 4, 1, 2),)),
+        (Limits(False, 99, link_bytes_per_s=1e9, num_near=2), 3, ((1, 1, 1, 3),)),
+        (Limits(False, 99, 2, link_bytes_per_s=1e9, num_near=2), 8, ((1, 1, 4, 2),)),
+        (Limits(False, 99, 4, link_bytes_per_s=1e9, num_near=4), 8, ((1, 2, 2, 2),)),
     ],
     ids=str,
 )
@@ -47,3 +54,19 @@ def test_guidance_branches_have_halves_or_all_ranks_in_turn(
     limits: Limits, num_ranks: int, ways: tuple[tuple[int, int, int], ...]
 ) -> None:
     assert limits.ways(num_ranks) == ways
+
+
+@given(
+    num_near=st.integers(1, 4), num_sets=st.integers(1, 4), heads=st.integers(1, 40), uses_cfg=st.booleans()
+)
+def test_ranks_that_share_heads_before_attention_reach_each_other(
+    num_near: int, num_sets: int, heads: int, *, uses_cfg: bool
+) -> None:
+    num_ranks = min(8, num_near * num_sets)
+    limits = Limits(uses_cfg, 99, heads, link_bytes_per_s=1e9, num_near=num_near)
+    for degrees in limits.ways(num_ranks):
+        layout = Layout(tuple(range(num_ranks)), *degrees)
+        for first in range(0, num_ranks, layout.ulysses):
+            assert len({rank // num_near for rank in range(first, first + layout.ulysses)}) == 1
+        assert limits.num_apart(degrees) % layout.torus == 0
+        assert heads >= layout.head_degree

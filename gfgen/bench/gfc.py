@@ -90,7 +90,7 @@ def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
 
 
 def _links(num_gpus: int, transport: str) -> Iterator[MeasuredRow]:
-    ranks = CudaRanks(num_gpus, HOST_PLAN, over_host=transport == "host")
+    ranks = CudaRanks(num_gpus, HOST_PLAN, near=[[each] for each in range(num_gpus)] * (transport == "host"))
     try:
         for pair, size in itertools.product(itertools.combinations(range(num_gpus), 2), LINK_SIZES):
             found = ranks.run(pair, measure.link_us, pair, ranks.next_dispatch(), size)

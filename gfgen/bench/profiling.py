@@ -11,6 +11,7 @@ groups of one size as possible run at once, and the devices' clocks measure them
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -35,6 +36,7 @@ from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees, Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.links import sets_of
 from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, ProfileRow, interquartile_range
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
@@ -165,7 +167,8 @@ def measure(
     measurement: Measurement, pool: WorkerPool, *, folder: Path, signals: SignalPipe | None = None
 ) -> Samples:
     """Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first."""
-    scripted = {entry.job.job_id: entry for entry in _scripted_jobs(measurement, pool.islands)}
+    near = pool.settings.near or pool.islands
+    scripted = {entry.job.job_id: entry for entry in _scripted_jobs(measurement, near)}
     run = MeasuredRun()
 
     def place(view: JobView) -> Layout:
@@ -182,7 +185,9 @@ def measure(
     return _samples(measurement, scripted, run)
 
 
-def _scripted_jobs(measurement: Measurement, islands: Sequence[Sequence[int]]) -> Iterator[_ScriptedJob]:
+def _scripted_jobs(measurement: Measurement, near: Sequence[Sequence[int]]) -> Iterator[_ScriptedJob]:
+    degree = 2 if measurement.kind == "moving" else measurement.num_ranks
+    islands = sets_of(sorted(itertools.chain(*near)), near, degree)
     groups = _groups(measurement, islands)
     for ranks in groups:
         yield from _jobs_of_group(measurement, ranks)

@@ -93,6 +93,7 @@ def run_jobs(
             lookahead_s=lookahead_s,
             last_number=pool.last_number,
             islands=pool.islands,
+            near=pool.settings.near,
         ),
         clock=clock,
         costs=costs,

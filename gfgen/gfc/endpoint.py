@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Endpoint:
 
     fds: arenas of all ranks, including its own, from `create_arena`; may be closed afterwards.
     timeout_s bounds each wait inside a task, unless `group` gives another bound.
+    link_bytes_per_s: the most that exchanges move, for tests, but to ranks that are `near`; 0: no limit.
     One thread runs tasks. Another may send and receive, if each edge and direction is used by
     one thread at a time. `abort_through` may be called from any thread at any time.
     """
@@ -38,8 +39,9 @@ class Endpoint:
         incarnations: Mapping[int, int],
         timeout_s: float = 30.0,
         link_bytes_per_s: float = 0.0,
+        near: Collection[int] = (),
     ) -> None:
-        self.plan = plan
+        self.plan, self.near = plan, frozenset([rank, *near])
         self._link_bytes_per_s = link_bytes_per_s
         self.rank = rank
         self.timeout_ns = nanoseconds(timeout_s)
@@ -161,7 +163,7 @@ class CpuGroup(Collectives):
     error at once.
     """
 
-    __slots__ = ("_endpoint", "_kind", "_task", "descriptor", "ranks", "slot")
+    __slots__ = ("_endpoint", "_kind", "_num_far", "_task", "descriptor", "ranks", "slot")
 
     def __init__(
         self,
@@ -180,6 +182,7 @@ class CpuGroup(Collectives):
         self.ranks = tuple(layout.ranks[slot] for slot in slots)
         self.size = len(slots)
         self.slot = slots.index(task.group.slot)
+        self._num_far = len(set(self.ranks) - endpoint.near)
 
     def subgroup(self, kind: GroupKind) -> CpuGroup:
         return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)
@@ -220,7 +223,7 @@ class CpuGroup(Collectives):
             content += POINTERS.pack(x.data_ptr(), result.data_ptr()) + part.content
             results.append(result)
             shares = self.size if resharding.split_dim >= 0 else 1
-            leaving += x.numel() * x.element_size() * (self.size - 1) / shares
+            leaving += x.numel() * x.element_size() * self._num_far / shares
         endpoint = self._endpoint
         status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, content, len(results))
         self._check(status)

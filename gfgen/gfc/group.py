@@ -34,6 +34,9 @@ class Collectives:
     room_bytes: int | None = None
     """The largest results of one exchange; larger ones arrive in slow rounds. None: of any size."""
 
+    is_far: bool = False
+    """Whether it exchanges through main memory, by other launches."""
+
     def beside(self, max_blocks: int) -> Collectives:
         """The same ranks. Their exchanges use at most this many of a GPU's multiprocessors."""
         return self

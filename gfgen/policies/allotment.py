@@ -64,7 +64,7 @@ class _RankClaims:
         self._snapshot = snapshot
         self._chosen = chosen
         self._running = {running.task.job_id: running for running in snapshot.running}
-        self._sets = snapshot.costs.sets([view.rank for view in snapshot.ranks])
+        self._living = [view.rank for view in snapshot.ranks]
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
         self._decodes_end_s: dict[int, float] = {}
@@ -106,7 +106,8 @@ class _RankClaims:
                 self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
             if num_more >= 0:
-                near = next((each for each in self._sets if not set(own).isdisjoint(each)), ())  # or all died
+                sets = self._snapshot.costs.sets(self._living, len(own) + num_more)
+                near = next((each for each in sets if not set(own).isdisjoint(each)), ())  # or all died
                 self._held_until_s |= {rank: running.predicted_end_s for rank in self.unheld if rank in own}
                 self._hold(num_more, running.predicted_end_s, near)
 
@@ -178,7 +179,8 @@ class _RankClaims:
             unheld = self._unheld_of(near)
             return min(len(unheld), wanted), len(own.intersection(unheld))
 
-        return self._sets[0] if len(self._sets) == 1 else max(self._sets, key=worth)
+        sets = self._snapshot.costs.sets(self._living, wanted)
+        return sets[0] if len(sets) == 1 else max(sets, key=worth)
 
     def _choose(self, job: JobView, number: int, unheld: list[int]) -> tuple[int, ...]:
         """Up to `number` of these free ranks, a power of two.
@@ -188,13 +190,18 @@ class _RankClaims:
         """
         own = job.last_layout.ranks if job.last_layout else ()
         number = power_of_two(min(number, len(unheld)))
-        if len(own) == number and set(own) <= set(unheld):
+        sets = self._snapshot.costs.sets(unheld, number)
+        near = max(sets, key=lambda each: (min(len(each), number), len(set(own).intersection(each))))
+        number = power_of_two(min(number, len(near)))
+        if len(own) == number and set(own) <= set(near):
             return own
-        for start in unheld:
+        if near != tuple(sorted(near)):  # ranks in a row have no numbers in a row
+            return near[:number]
+        for start in near:
             aligned = range(start, start + number)
-            if number > 1 and start % number == 0 and set(aligned) <= set(unheld):
+            if number > 1 and start % number == 0 and set(aligned) <= set(near):
                 return tuple(aligned)
-        return tuple(sorted(sorted(unheld, key=lambda rank: rank not in own)[:number]))
+        return tuple(sorted(sorted(near, key=lambda rank: rank not in own)[:number]))
 
 
 NUM_CONSIDERED = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from operator import attrgetter
 
 from gfgen.policies.speed import LostJobs, chosen_task
@@ -74,10 +75,16 @@ def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, .
 def _nearest(snapshot: Snapshot, job: JobView, free: set[int], degree: int) -> tuple[int, ...]:
     """`degree` free ranks that can share a task, the job's own first; () if there are too few."""
     held = job.last_layout.ranks if job.last_layout else ()
-    sets = snapshot.costs.sets(sorted(free))
-    for near in sorted(sets, key=lambda each: -len(set(each) & set(held))):
-        ranks = [rank for rank in held if rank in near]
-        ranks += [rank for rank in near if rank not in ranks]
-        if len(ranks) >= degree:
+
+    def nearest(ranks: Sequence[int], degree: int) -> list[tuple[int, ...]]:
+        sets = snapshot.costs.sets(ranks, degree)
+        return sorted(sets, key=lambda each: -len(set(each) & set(held)))
+
+    for near in nearest(sorted(free), degree):
+        if len(near) >= degree:
+            ranks = list[int]()
+            for each in nearest(near, 1):  # in a row
+                ranks += [rank for rank in held if rank in each]
+                ranks += [rank for rank in each if rank not in ranks]
             return tuple(ranks[:degree])
     return ()

@@ -280,7 +280,9 @@ class Admission:
         named, unknown = self.memory.patches.named(specs)
         jobs, refused = admit(named, default_model=self.models.default, find_model=self.models.find)
         if rate := self._link_bytes_per_s:
-            jobs = tuple(replace(job, limits=replace(job.limits, link_bytes_per_s=rate)) for job in jobs)
+            most = max(map(len, self.memory.devices.near))
+            over = functools.partial(replace, link_bytes_per_s=rate, num_near=most)
+            jobs = tuple(replace(job, limits=over(job.limits)) for job in jobs)
         return jobs, (*unknown, *refused)
 
     @functools.cached_property

@@ -290,9 +290,10 @@ class GpuMemory(HostMemory):
         """Memory of each GPU that is used before any model is loaded."""
         from gfgen.gfc.cuda.device_arena import arena_bytes
 
-        plan = default_plan(num_ranks=self.devices.num_ranks, are_on_gpus=True)
-        arena = 0 if self.devices.over_host else arena_bytes(plan)
-        return arena + SIDE_BYTES + CONTEXT_BYTES
+        devices = self.devices
+        plan = default_plan(num_ranks=devices.num_ranks, are_on_gpus=True, over_host=devices.over_host)
+        is_apart = devices.over_host and max(map(len, devices.near)) == 1
+        return (0 if is_apart else arena_bytes(plan)) + SIDE_BYTES + CONTEXT_BYTES
 
     @property
     def room_bytes(self) -> int | None:
@@ -330,8 +331,7 @@ class GpuMemory(HostMemory):
         work_bytes = max(_ACTIVATION_BYTES, self.work.get(checkpoint, 0))
         is_alone = self.work.keys() <= {checkpoint}  # models with shards do not take turns
         # Blocks of other ranks are read from their GPUs' memory.
-        reaches = is_alone and not self.devices.over_host
-        num_sharing = min(map(len, self.devices.islands)) if reaches else 1
+        num_sharing = min(map(len, self.devices.near)) if is_alone else 1
         if (found := placed(parts, room_bytes - work_bytes)).streamed:
             left_bytes, available = room_bytes - work_bytes - _SHARING_BYTES, available_bytes()
             found = placed(parts, left_bytes, num_sharing=num_sharing)

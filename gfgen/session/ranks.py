@@ -93,7 +93,7 @@ class Ranks:
         words = ["--random-weights"] if self.has_random_weights else []
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
-        words += ["--transport", "host"] if self.devices.over_host else []
+        words += ["--transport", self.devices.transport] if self.devices.transport != "auto" else []
         rate = self.devices.link_bytes_per_s
         words += ["--link", f"{rate / 1e9:g}GB/s"] if rate else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
@@ -111,7 +111,7 @@ class Ranks:
             device=devices.kind,
             num_gpus=len(devices.gpus),
             islands=devices.islands,
-            over_host=devices.over_host,
+            near=devices.near if devices.over_host else None,
             link_bytes_per_s=(devices.link_bytes_per_s or 0.0) if devices.over_host else 0.0,
             memory_limit=devices.rank_limit,
             has_random_weights=self.has_random_weights,
@@ -258,12 +258,9 @@ def ready_pool(
 
         if not compiler.kept():
             logger.info("compiling kernels first; this takes about 20 s, once per machine")
-    islands = ranks.devices.islands
-    if len(islands) > 1:
-        logger.info(
-            "only GPUs with peer access can share a step, unless with --transport host: %s",
-            "; ".join(str(list(i)) for i in islands),
-        )
+    if len(near := ranks.devices.near) > 1 and not (ranks.devices.over_host and len(near) == ranks.num_ranks):
+        way = "through main memory" if ranks.devices.over_host else "not at all (--transport peer)"
+        logger.info("ranks with peer access: %s; others exchange %s", "; ".join(map(str, near)), way)
     settings = replace(
         ranks.settings,
         kernels=kernels,

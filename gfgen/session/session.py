@@ -390,6 +390,7 @@ class Session:
             grace_s=options.grace_s,
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
+            near=pool.settings.near,
             batch=options.batch,
             reads_s=memory.reads_s(self._models),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,

@@ -1,4 +1,4 @@
-"""The kernels of exchanges through host memory, and what launches them, on CPU processes.
+"""The kernels of exchanges, and what launches them, on CPU processes.
 
 The sources are compiled as C++ (native/emulated.h); instructions of the GPU's memory become atomics. Groups,
 launches and structures are those of GPUs, so all but the GPU itself takes part.
@@ -7,10 +7,11 @@ launches and structures are those of GPUs, so all but the GPU itself takes part.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_uint32, c_uint64
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from gfgen.gfc.cuda import device_group
 from gfgen.gfc.cuda.device_arena import ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, arena_bytes
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState
 from gfgen.gfc.cuda.kernels import Context
-from gfgen.gfc.cuda.selector import KernelChoice
+from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.descriptor import Descriptor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,15 +38,22 @@ _INSTRUCTIONS = {
     r"st\.relaxed\.sys\.global\.u64": "__atomic_store_n((uint64_t*)address, value, __ATOMIC_RELAXED);",
     r"atom\.add": "old = __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);",
     r"mov\.u64": "now = emulated_now_ns();",
-    r"(st|ld)\.relaxed\.sys\.global\.v2": "__builtin_trap(); low = high = 0;",
+    r"ld\.relaxed\.sys\.global\.v2": "low = load_relaxed_sys(address), high = load_relaxed_sys(address + 8);",
 }
+_PAIRS = {
+    '"l"(0ull)': "store_relaxed_sys(address, 0), store_relaxed_sys(address + 8, 0);",
+    "flag | data.x": "for (int i : {0, 8}) store_relaxed_sys(address + i, flag | (i ? data.y : data.x));",
+}
+"""Each word of a pair carries its flag, so they may arrive one after the other."""
 _MAIN = """
 extern "C" void run_enter(uint64_t context, const Descriptor* group, uint64_t timeout_ns) {
   launch(1, 32, [=] { gfc_enter(context, *group, timeout_ns); });
 }
-extern "C" void run_staged(const Exchange* exchange, unsigned grid, unsigned block) {
-  launch(grid, block, [=] { gfc_staged(*exchange); });
-}
+#define RUN(name) \\
+  extern "C" void run_##name(const Exchange* exchange, unsigned grid, unsigned block) { \\
+    launch(grid, block, [=] { gfc_##name(*exchange); }); \\
+  }
+RUN(staged) RUN(exchange) RUN(flagged) RUN(flagged_dense)
 """
 
 
@@ -71,11 +79,10 @@ def build(folder: Path, *, fault: tuple[str, str] = ("", "")) -> Path:
 
 
 def _replaced(found: re.Match[str]) -> str:
+    if re.match(r"st\.relaxed\.sys\.global\.v2", found[1]):
+        return next(text for operand, text in _PAIRS.items() if operand in found[0]) + "\n"
     for pattern, text in _INSTRUCTIONS.items():
         if re.match(pattern, found[1]):
-            is_pair = ".v2" in found[1]
-            if is_pair and found[1].startswith("st"):
-                return "__builtin_trap();\n"
             return text + "\n"
     return ";\n"  # of bulk copies, which are left out
 
@@ -93,27 +100,37 @@ class Launched:
 
 
 class EmulatedEndpoint:
-    """What groups use of a `CudaEndpoint`, over arenas in host memory."""
-
-    is_over_host = True
+    """What groups use of a `CudaEndpoint`: over arenas in host memory, but among ranks that are `near`."""
 
     def __init__(
-        self, library: Path, plan: ArenaPlan, *, rank: int, fds: Mapping[int, int], slice_bytes: int
+        self,
+        library: Path,
+        plan: ArenaPlan,
+        *,
+        rank: int,
+        fds: Mapping[int, int],
+        slice_bytes: int,
+        near: Collection[int] = (),
+        near_fds: Mapping[int, int] | None = None,
     ) -> None:
         loaded = ctypes.CDLL(str(library))
         loaded.run_enter.argtypes = (c_uint64, ctypes.c_void_p, c_uint64)
-        loaded.run_staged.argtypes = (ctypes.c_void_p, c_uint32, c_uint32)
         self.plan, self.rank, self.torch_device = plan, rank, torch.device("cpu")
         self.host_choice = KernelChoice("staged", 4, slice_bytes)
-        self.driver, self.selector, self.beside_blocks = None, None, None
-        self.kernels: Any = _Kernels(loaded.run_staged)
+        self.driver, self.selector, self.beside_blocks = None, SimpleNamespace(choose=_choose), None
+        self.kernels: Any = _Kernels(loaded=loaded)
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, Any] = {}
+        self._near = {rank, *near}
         addresses = {each: map_memory(fd, arena_bytes(plan)) for each, fd in fds.items()}
+        near_fds = {each: fd for each, fd in (near_fds or {}).items() if each in self._near}
+        of_near = {each: map_memory(fd, arena_bytes(plan)) for each, fd in near_fds.items()}
         self.own = addresses[rank]
+        self._results = of_near.get(rank, self.own)
         context = Context(plan=plan.as_native(), rank=rank)
-        for each, address in addresses.items():
+        for each, address in {**addresses, **of_near}.items():
             context.base[each], context.incarnation[each] = address, 1
+            context.inbox[each] = of_near[rank] if each in of_near else self.own
         context.aborted_through = self.own + ABORTED_THROUGH_OFFSET
         context.record = self.own + FAILURE_OFFSET
         self._context, self._enter = context, loaded.run_enter
@@ -126,6 +143,13 @@ class EmulatedEndpoint:
     def bind(self, descriptor: Descriptor, *, timeout_ns: int) -> None:
         encoded = native.DescriptorStruct.from_buffer_copy(descriptor.encode(self.rank))
         self._enter(self.context, ctypes.addressof(encoded), timeout_ns)
+
+    def are_far(self, ranks: Sequence[int]) -> bool:
+        return not self._near.issuperset(ranks)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self._results + offset)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def stream(self) -> int:
         return 0
@@ -142,12 +166,16 @@ class EmulatedEndpoint:
 class _Kernels(SimpleNamespace):
     num_multiprocessors = 16
 
-    def __init__(self, staged: Any) -> None:
-        super().__init__(staged=staged)
-
     def __getitem__(self, name: str) -> Any:
-        assert name == "staged", "only this kernel is emulated"
-        return self.staged
+        function = self.loaded[f"run_{name}"]
+        function.argtypes = (ctypes.c_void_p, c_uint32, c_uint32)
+        return function
+
+
+def _choose(*, pair_bytes: int, dense_unit_bytes: int, **_: object) -> KernelChoice:
+    """Blocks run in turn, so none may wait for a later one."""
+    is_flagged = dense_unit_bytes >= MIN_FLAGGED_UNIT and pair_bytes <= 2048
+    return KernelChoice("flagged", 16) if is_flagged else KernelChoice("threads", 2, in_turn=True)
 
 
 def use_emulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,8 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
 
     group: Any = LooseGroup.__new__(LooseGroup)
     group.size, group.slot, group.bank = 2, 0, Bank((0, 0), 1 << 20)
-    group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose), is_over_host=False)
+    group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose))
+    group.is_far = False
     group._prepare_launch = lambda *_, **__: "a launch"
     x = torch.zeros(68, dtype=torch.int16)[offset : offset + 64]
     assert x.storage_offset() == offset
@@ -425,7 +426,7 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
     plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
     enqueued: list[tuple[object, ...]] = []
     endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
-    endpoint.rank, endpoint.plan, endpoint.last_dispatch = 1, plan, 0
+    endpoint.rank, endpoint.plan, endpoint.last_dispatch, endpoint._host = 1, plan, 0, None
     endpoint.incarnations, endpoint._mapped, endpoint._unclean = dict.fromkeys(range(3), 1), {}, set()
     endpoint._native_descriptor, endpoint._bound_ns = native.DescriptorStruct(), ctypes.c_uint64()
     endpoint.arenas = {1: SimpleNamespace(address=1 << 40)}
@@ -461,7 +462,7 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
 def test_state_is_sent_without_waiting_on_the_host(num_bytes: int, steps: list[int]) -> None:
     """Before a large chunk one block waits on the device: many would keep others from it."""
     endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
-    endpoint.rank, endpoint.context = 0, 1 << 30
+    endpoint.rank, endpoint.context, endpoint._host = 0, 1 << 30, None
     endpoint.plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 20)
     endpoint.arenas = {1: None}
     endpoint.driver = None  # which would have to be asked to wait

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,30 @@ def emulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(
-    library: Path, num_ranks: int, program: Callable[[EmulatedEndpoint], Any], *, slice_bytes: int = 256
+    library: Path,
+    num_ranks: int,
+    program: Callable[[EmulatedEndpoint], Any],
+    *,
+    slice_bytes: int = 256,
+    near: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """What the program returns on each rank, or raises."""
     size = arena_bytes(PLAN)
-    fds = {rank: create_arena(PLAN, rank=rank, incarnation=1, num_bytes=size) for rank in range(num_ranks)}
+
+    def arenas() -> dict[int, int]:
+        return {
+            rank: create_arena(PLAN, rank=rank, incarnation=1, num_bytes=size) for rank in range(num_ranks)
+        }
+
+    fds, near_fds = arenas(), arenas()
 
     def serve(rank: int, pipe: Any) -> None:
         torch.set_num_threads(1)
         try:
-            endpoint = EmulatedEndpoint(library, PLAN, rank=rank, fds=fds, slice_bytes=slice_bytes)
+            beside = next((each for each in near if rank in each), ())
+            endpoint = EmulatedEndpoint(
+                library, PLAN, rank=rank, fds=fds, slice_bytes=slice_bytes, near=beside, near_fds=near_fds
+            )
             pipe.send(program(endpoint))
         except Exception as error:
             pipe.send(error if isinstance(error, AbortedError | PeerTimeoutError) else traceback.format_exc())
@@ -76,7 +91,7 @@ def on_ranks(
         for process in processes:
             process.kill()
             process.join()
-        for fd in fds.values():
+        for fd in (*fds.values(), *near_fds.values()):
             os.close(fd)
 
 
@@ -153,8 +168,11 @@ def test_every_byte_arrives_whatever_the_sizes_and_strides(
     assert on_ranks(library, size, program, slice_bytes=slice_bytes) == [[]] * size
 
 
+@pytest.mark.parametrize("near", [(), ((0, 1), (2, 3))], ids=["apart", "pairs"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2)], ids=str)
-def test_a_torus_gives_the_same_bits_over_any_memory(library: Path, degrees: tuple[int, ...]) -> None:
+def test_a_torus_gives_the_same_bits_over_any_memory(
+    library: Path, degrees: tuple[int, ...], near: Sequence[Sequence[int]]
+) -> None:
     layout = Layout(tuple(reversed(range(2 * degrees[1] * degrees[2]))), *degrees)
 
     def attended(group: Any) -> torch.Tensor:
@@ -166,7 +184,10 @@ def test_a_torus_gives_the_same_bits_over_any_memory(library: Path, degrees: tup
             own[0], own[1], own[2], None, parallel=parallel_from(group), token_sizes=sizes, attend=_never
         )
 
-    found = on_ranks(library, layout.degree, lambda endpoint: attended(entered(endpoint, 1, layout)).tolist())
+    def program(endpoint: EmulatedEndpoint) -> list[float]:
+        return attended(entered(endpoint, 1, layout)).tolist()  # type: ignore[no-any-return]
+
+    found = on_ranks(library, layout.degree, program, near=near)
     wanted = FakeCluster().run(layout, attended)
     for rank, result in enumerate(found):
         assert result == wanted[layout.slot_of(rank)].tolist()
@@ -174,6 +195,60 @@ def test_a_torus_gives_the_same_bits_over_any_memory(library: Path, degrees: tup
 
 def _never(*_: object) -> torch.Tensor:
     raise AssertionError
+
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def test_random_layouts_over_pairs_and_across_them_end_with_the_right_bytes(library: Path) -> None:
+    """Overlapping groups, with peer memory inside pairs and main memory between them, also in one group."""
+    groups = [(0, 1, 2, 3), (2, 3, 1, 0), (1, 2), (0, 1), (3, 0, 2)]
+    noise = random.Random(3)
+    layouts = []
+    for _ in range(60):
+        ranks = noise.choice(groups)
+        ulysses = noise.choice([each for each in (1, 2, 3, 4) if len(ranks) % each == 0])
+        layouts.append(Layout(ranks, ulysses=ulysses, torus=len(ranks) // ulysses))
+
+    def program(endpoint: EmulatedEndpoint) -> list[str]:
+        wrong = []
+        for number, layout in enumerate(layouts, 1):
+            if endpoint.rank not in layout.ranks:
+                continue
+            whole = entered(endpoint, number, layout)
+            for turn, kind in enumerate(("ulysses", "torus", "whole", "ulysses")):
+                group = whole.subgroup(kind)
+                assert group.is_far is (group.size > 1 and set(group.ranks) not in map(set, PAIRS))
+                size = (8, 800, 5)[(number + turn) % 3]
+                given = [tensor((size,), torch.int64, 100 * number + rank) for rank in group.ranks]
+                found = group.all_gather(given[group.slot], in_arena=turn % 2 == 0)
+                if not torch.equal(found, torch.cat(given)):
+                    wrong.append(f"{number} {kind} {layout}")
+                group.barrier()
+            endpoint.check(number)
+        return wrong
+
+    assert on_ranks(library, 4, program, near=PAIRS) == [[]] * 4
+
+
+@pytest.mark.parametrize("near", [(), PAIRS], ids=["apart", "pairs"])
+def test_a_rank_killed_in_an_exchange_across_pairs_is_named(
+    library: Path, near: Sequence[Sequence[int]]
+) -> None:
+    layout = Layout((0, 1, 2, 3), ulysses=2, torus=2)
+
+    def program(endpoint: EmulatedEndpoint) -> None:
+        group = endpoint.group(Descriptor(1, layout, (1,) * 4), timeout_s=0.5)
+        group.enter()
+        group.subgroup("ulysses").barrier()
+        if endpoint.rank != 2:  # which is gone
+            group.subgroup("torus").all_gather(torch.ones(999))
+        endpoint.check(1)
+
+    errors = on_ranks(library, 4, program, near=near)
+    assert isinstance(errors[0], PeerTimeoutError)
+    assert "exchange of rank 2" in str(errors[0])
+    assert errors[1:] == [None, None, None]
 
 
 def test_a_wait_for_a_rank_that_is_gone_ends(library: Path) -> None:

@@ -284,7 +284,7 @@ def test_room_for_copies_is_what_arenas_leave_of_main_memory(monkeypatch: pytest
         monkeypatch.setattr(memory_module, "available_bytes", lambda available=available: available)
         assert HostMemory(devices=Devices(CPU, 2)).copies_room([]) == room
     monkeypatch.setattr(memory_module, "available_bytes", lambda: 50 * GB)
-    over_host = GpuMemory(devices=Devices(CUDA, 2, over_host=True))
+    over_host = GpuMemory(devices=Devices(CUDA, 2, transport="host"))
     assert over_host.arenas_on_host == 2 * arena_bytes(HOST_PLAN)
     assert over_host.copies_room([]) == 50 * GB - over_host.arenas_on_host
     over_host.is_loaded = True

@@ -3,7 +3,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from builders import STEP_S, make_job, simulate, simulated_control
+from builders import STEP_S, make_job, simulate, simulated_control, with_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ class LinearCosts:
     def move_s(self, job_id, source, layout):
         return 0.0
 
-    def sets(self, ranks):
+    def sets(self, ranks, degree=1):
         found = [tuple(rank for rank in ranks if rank in island) for island in self.islands or [ranks]]
         return tuple(filter(None, found))
 
@@ -298,6 +298,35 @@ def test_every_policy_keeps_to_islands(fields, policy, islands, lookahead_s):
     assert control.decider.num_faults == 0
     assert control.decider.given_up is None
     assert control.state.max_degree == max(map(len, islands))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    fields=jobs_strategy,
+    policy=st.sampled_from(["legacy", "fcfs,degree=4", "srtf,degree=2", "edf", "triage", "makespan", "auto"]),
+    near=st.sampled_from(
+        [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1), (2, 3), (4,)), ((0, 4), (1, 5), (2, 6), (3, 7))]
+    ),
+    lookahead_s=st.sampled_from([0.0, 0.03]),
+)
+def test_every_policy_keeps_shared_heads_inside_pairs(fields, policy, near, lookahead_s):
+    kinds = [{"uses_cfg": True, "shape": "small+cfg"}, {"uses_cfg": False}]
+    links = {"link_bytes_per_s": 1e12, "num_near": 2, "exchanged_bytes": 1.0}
+    jobs = [
+        with_limits(make_job(f"job-{i}", **values, **kinds[i % 2]), **links)
+        for i, values in enumerate(fields)
+    ]
+    control, recorder = simulated_control(
+        jobs, policy=policy, num_ranks=sum(map(len, near)), lookahead_s=lookahead_s, near=near
+    )
+    control.run()
+    assert control.decider.num_faults == 0
+    pairs = {frozenset(each) for each in near}
+    for dispatch in recorder.dispatches:
+        layout = dispatch.layout
+        if dispatch.task.stage is Stage.DENOISE and layout.ulysses == 2:
+            rows = [layout.ranks[at : at + 2] for at in range(0, layout.degree, 2)]
+            assert {frozenset(row) for row in rows} <= pairs
 
 
 def test_srtf_ends_short_jobs_before_long_ones_that_came_first():

@@ -38,7 +38,7 @@ class WorkCosts:
     def move_s(self, job_id, source, layout):
         return 0.0
 
-    def sets(self, ranks):
+    def sets(self, ranks, degree=1):
         found = [tuple(rank for rank in ranks if rank in island) for island in self.islands or [ranks]]
         return tuple(filter(None, found))
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ MAX_OUTPUT_CHANNELS = 192
 
 @pytest.fixture
 def on_gpus() -> Iterator[RankArenas]:
-    arenas = RankArenas(PLAN, num_ranks=3, are_on_gpus=True)
+    arenas = RankArenas(RankSettings(num_ranks=3, device="cuda", plan=PLAN))
     yield arenas
     arenas.close()
 
@@ -42,8 +43,8 @@ def a_descriptor() -> int:
 
 
 def test_arenas_of_cpu_ranks_are_there_from_the_start():
-    arenas = RankArenas(PLAN, num_ranks=2, are_on_gpus=False)
-    ranks, fds = arenas.known_to(0, among=range(3))
+    arenas = RankArenas(RankSettings(num_ranks=2, plan=PLAN))
+    ranks, fds = arenas.known_to(0, among=range(2))
     assert ranks == (0, 1)
     for rank, fd in enumerate(fds):
         Arena(fd, PLAN, rank=rank, incarnation=1).close()
@@ -59,7 +60,8 @@ def test_ranks_have_large_arenas_if_gpus_exchange():
         (2, "cuda", False, GPU_PLAN),
         (2, "cuda", True, HOST_PLAN),
     ):
-        ranks = RankSettings(num_ranks=num_ranks, device=device, over_host=over_host)
+        near = [[rank] for rank in range(num_ranks)] if over_host else None
+        ranks = RankSettings(num_ranks=num_ranks, device=device, near=near)
         assert ranks.arena_plan == plan
         assert ranks.gpu_arena_bytes == (0 if over_host else arena_bytes(plan))
         assert default_plan(num_ranks=num_ranks, are_on_gpus=ranks.are_on_gpus, over_host=over_host) == plan
@@ -76,24 +78,43 @@ def test_ranks_have_the_weights_of_their_models_and_run_no_code_of_theirs():
 
 
 def test_arenas_of_gpus_in_main_memory_are_made_here_with_room_for_flags():
-    arenas = RankArenas(PLAN, num_ranks=2, are_on_gpus=True, over_host=True)
+    arenas = RankArenas(RankSettings(num_ranks=2, device="cuda", near=((0,), (1,)), plan=PLAN))
     ranks, fds = arenas.known_to(0, among=(0, 1))
     assert ranks == (0, 1)
     assert [os.fstat(fd).st_size for fd in fds[:-1]] == [arena_bytes(PLAN)] * 2
     Arena(fds[0], PLAN, rank=0, incarnation=1).close()
     arenas.take(0, ())
     arenas.renew(1, incarnation=2)
-    arena = arenas.arena(1)
+    arena = arenas.arena(1, source=0)
     assert arena is not None
     Arena(arena, PLAN, rank=1, incarnation=2).close()
     arenas.close()
 
 
+def test_a_rank_has_an_arena_on_its_gpu_for_its_pair_and_one_in_main_memory_for_others():
+    settings = RankSettings(num_ranks=5, device="cuda", near=((0, 1), (2, 3), (4,)))
+    assert (settings.arena_plan, settings.gpu_arena_bytes) == (HOST_PLAN, arena_bytes(HOST_PLAN))
+    arenas = RankArenas(replace(settings, plan=PLAN))
+    brought = {rank: a_descriptor() for rank in range(4)}
+    for rank in range(5):
+        arenas.take(rank, [brought[rank]] if rank in brought else [])
+    made = dict(zip(*arenas.known_to(4, among=range(5)), strict=False))
+    assert made.keys() == set(range(5))
+    assert not set(made.values()) & set(brought.values())
+    for rank, pair in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        ranks, fds = arenas.known_to(rank, among=range(5))
+        wanted = {**made, pair: brought[pair]}
+        assert (ranks, fds[:-1]) == (tuple(range(5)), tuple(wanted.values()))
+        assert arenas.arena(rank, source=pair) == brought[rank]
+        assert arenas.arena(rank, source=4) == made[rank]
+    arenas.close()
+
+
 def test_a_rank_on_a_gpu_brings_its_own_arena(on_gpus: RankArenas):
-    assert on_gpus.arena(1) is None
+    assert on_gpus.arena(1, source=0) is None
     fd = a_descriptor()
     on_gpus.take(1, [fd])
-    assert on_gpus.arena(1) == fd
+    assert on_gpus.arena(1, source=0) == fd
 
 
 def test_a_rank_on_a_gpu_is_given_those_that_are_ready_and_its_own_page_last(on_gpus: RankArenas):
@@ -117,7 +138,7 @@ def test_a_new_process_has_a_new_page_and_no_arena_until_it_is_ready(on_gpus: Ra
     old = a_descriptor()
     on_gpus.take(0, [old])
     on_gpus.renew(0, incarnation=2)
-    assert on_gpus.arena(0) is None
+    assert on_gpus.arena(0, source=1) is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(old)
     _, fds = on_gpus.known_to(0, among=range(3))

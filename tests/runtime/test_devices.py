@@ -182,9 +182,18 @@ def test_gpus_that_reach_each_other_are_one_island():
 
 
 def test_gpus_that_do_not_reach_each_other_are_apart():
-    assert reaching({2}, {3}, {0}, {1}).islands == ((0, 2), (1, 3))
-    assert not reaching({2}, {3}, {0}, {1}).over_host
-    assert reaching({1, 2}, {0}, {0}).islands == ((0, 1), (2,))  # not all of three reach each other
+    assert reaching({2}, {3}, {0}, {1}).near == ((0, 2), (1, 3))
+    assert reaching({1, 2}, {0}, {0}).near == ((0, 1), (2,))  # not all of three reach each other
+
+
+def test_pairs_share_steps_over_main_memory_unless_only_peer_memory_may_be_used():
+    pairs = [Gpu("a GPU", 10**11, frozenset({each ^ 1})) for each in range(4)]
+    found = {each: choose_devices(find=lambda: pairs, transport=each) for each in ("auto", "host", "peer")}
+    assert {each: (x.over_host, len(x.islands), len(x.near)) for each, x in found.items()} == {
+        "auto": (True, 1, 2),
+        "host": (True, 1, 4),
+        "peer": (False, 2, 2),
+    }
 
 
 def test_ranks_that_share_a_gpu_reach_each_other():
@@ -192,6 +201,7 @@ def test_ranks_that_share_a_gpu_reach_each_other():
     options = {"ranks_per_gpu": 2, "find": lambda: apart, "num_ranks": 4}
     assert choose_devices(transport="peer", **options).islands == ((0, 2), (1, 3))
     assert choose_devices(**options).islands == ((0, 1, 2, 3),)
+    assert choose_devices(**options).near == ((0, 2), (1, 3))
     alone = choose_devices(ranks_per_gpu=4, find=lambda: apart[:1])
     assert alone.islands == ((0, 1, 2, 3),)
     assert not alone.over_host
@@ -205,9 +215,6 @@ def test_gpus_without_peer_access_share_steps_over_main_memory(transport):
     assert over_host.islands == ((0, 1, 2),)
     assert not choose_devices(num_ranks=1, find=lambda: apart).over_host
     assert choose_devices(find=lambda: apart, transport="peer").islands == ((0,), (1,), (2,))
-    pairs = [Gpu("a GPU", 10**11, frozenset({each ^ 1})) for each in range(4)]
-    with pytest.raises(InputError, match=r"--transport peer: .* \[0, 1\]; \[2, 3\]; use auto or host"):
-        choose_devices(find=lambda: pairs, transport="peer")
     assert choose_devices("cpu", transport="peer").islands == ((0, 1, 2, 3),)
 
 

@@ -198,7 +198,7 @@ class Arenas:
     def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
 
-    def arena(self, rank: int) -> int:
+    def arena(self, rank: int, *, source: int) -> int:
         return 0
 
 

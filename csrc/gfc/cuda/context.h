@@ -29,18 +29,18 @@ struct Peers {
   uint32_t kind;  // canonical
   uint32_t first_sequence;
   int32_t own_rank, unused;
-  uint64_t own_base;
   uint64_t flagged;  // offset of the inboxes of messages with flags
   uint64_t bank_offset[kNumBanks];
   int32_t layout_slot[kMaxRanks], rank[kMaxRanks];
-  uint64_t base[kMaxRanks];
+  uint64_t base[kMaxRanks], inbox[kMaxRanks];  // as in Context
 };
 
 struct Context {
   Plan plan;
   int32_t rank;
   uint32_t link_mb_per_s;         // exchanges over host memory are no faster than this; 0: no limit
-  uint64_t base[kMaxRanks];       // arenas, as mapped here
+  uint64_t base[kMaxRanks];       // arenas that this rank writes to, as mapped here
+  uint64_t inbox[kMaxRanks];      // this rank's own arena that each rank writes to
   uint64_t aborted_through;       // address of the host's word
   uint64_t record;                // address of the host's copy of the last failure
   uint32_t incarnation[kMaxRanks];
@@ -95,7 +95,7 @@ struct Chunk {
   int32_t peer;
   uint32_t label;
   uint32_t steps;  // TransferStep
-  uint32_t unused;
+  uint32_t link_mb_per_s;  // as in Context
 };
 
 }  // namespace gfc

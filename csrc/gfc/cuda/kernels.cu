@@ -20,7 +20,6 @@ struct Present {
   __device__ uint64_t number() const { return task.instances[peers.kind]; }
   __device__ uint32_t tag() const { return make_tag(task.seed, peers.kind, number()); }
   __device__ uint64_t bank() const { return peers.bank_offset[number() % kNumBanks]; }
-  __device__ char* own_base() const { return reinterpret_cast<char*>(peers.own_base); }
   // Earlier exchanges on the edge to a slot's rank: selects line, inbox and sequence.
   __device__ uint64_t count(int slot) const { return task.exchanges[peers.layout_slot[slot]]; }
   __device__ Word word(int slot) const {
@@ -32,6 +31,10 @@ struct Present {
   }
   __device__ char* result(const Move& move, int slot) const {
     return reinterpret_cast<char*>(peers.base[slot]) + bank() + move.result_offset[slot];
+  }
+  // Where a slot's part of this rank's result arrives.
+  __device__ char* arrived(const Move& move, int slot) const {
+    return reinterpret_cast<char*>(peers.inbox[slot]) + bank() + move.result_offset[peers.own];
   }
   // Where this rank's result is to be: the caller's tensor, or the arena.
   __device__ char* own_result(const Move& move) const {
@@ -145,7 +148,7 @@ __device__ inline char* flagged_outbox(const Present& present, int slot) {
 }
 __device__ inline char* flagged_inbox(const Present& present, int slot) {
   const uint64_t idx = present.peers.rank[slot] * kNumBanks + present.count(slot) % kNumBanks;
-  return present.own_base() + present.peers.flagged + idx * kFlaggedBytes;
+  return reinterpret_cast<char*>(present.peers.inbox[slot]) + present.peers.flagged + idx * kFlaggedBytes;
 }
 
 // Where an 8-byte unit of a box lies on both sides.
@@ -168,7 +171,6 @@ __device__ inline void build_peers(Context& context, uint32_t kind) {
   peers.own = subgroup.own;
   peers.first_sequence = context.plan.first_sequence;
   peers.own_rank = context.rank;
-  peers.own_base = context.base[context.rank];
   peers.flagged = flagged_offset(context.plan, 0, 0);
   for (int bank = 0; bank < kNumBanks && region.count != 0; ++bank) {
     peers.bank_offset[bank] = exchange_inbox(context.plan, region, 1, bank, 0).offset;
@@ -177,6 +179,7 @@ __device__ inline void build_peers(Context& context, uint32_t kind) {
     peers.layout_slot[slot] = subgroup.layout_slot(slot);
     peers.rank[slot] = group.rank[subgroup.layout_slot(slot)];
     peers.base[slot] = context.base[peers.rank[slot]];
+    peers.inbox[slot] = context.inbox[peers.rank[slot]];
   }
   context.peers[kind] = peers;
 }
@@ -366,7 +369,7 @@ __device__ inline bool take_item(const Exchange& exchange, Context& context, con
   __syncthreads();
   if (!boxes.has_arrived) return false;
   copier.before_reading();
-  copier.copy(present.result(move, peers.own), reinterpret_cast<char*>(move.output), boxes.take, slice,
+  copier.copy(present.arrived(move, source), reinterpret_cast<char*>(move.output), boxes.take, slice,
               exchange.num_slices);
   return true;
 }
@@ -587,13 +590,13 @@ extern "C" __global__ void __launch_bounds__(512) gfc_staged(const __grid_consta
     __syncthreads();
     if (!has_arrived) return;
     if (exchange.num_moves != 0) {
-      const char* from = is_pusher ? reinterpret_cast<const char*>(move.input) : present.result(move, peers.own);
+      const char* from = is_pusher ? reinterpret_cast<const char*>(move.input) : present.arrived(move, slot);
       char* to = is_pusher ? present.result(move, slot) : reinterpret_cast<char*>(move.output);
       copy_box(from, to, box, exchange.unit_bytes, first + threadIdx.x, blockDim.x, first + units);
     }
     __syncthreads();
     if (is_pusher && threadIdx.x == 0) {
-      pace(context, began_ns, slices.bytes_through(slice, item, exchange.tile_bytes));
+      pace(context.link_mb_per_s, began_ns, slices.bytes_through(slice, item, exchange.tile_bytes));
       store_release_sys(flagged_outbox(present, slot) + word, flag);
     }
   }
@@ -665,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant
   if ((chunk.steps & kPublish) == 0 || threadIdx.x != 0) return;
   if (add_acq_rel_gpu(&context.sent_blocks[peer], 1) + 1 != gridDim.x) return;
   context.sent_blocks[peer] = 0;
-  pace(context, began_ns, chunk.bytes);
+  pace(chunk.link_mb_per_s, began_ns, chunk.bytes);
   const uint32_t tag = transfer_tag(context, chunk, context.rank, peer, kPostPurpose);
   CudaMemory(context).publish(peer, kPostLine + bank, Word{tag, sequence});
   context.edges.credit_tag[peer][bank] = transfer_tag(context, chunk, context.rank, peer, kCreditPurpose);
@@ -684,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_recv(const __grid_constant
   const Word post{transfer_tag(context, chunk, peer, context.rank, kPostPurpose), sequence};
   if (!await_transfer(context, chunk, kPostLine + bank, post)) return;
   if ((chunk.steps & kCopy) == 0) return;
-  copy_dense(reinterpret_cast<const char*>(context.base[context.rank]) +
+  copy_dense(reinterpret_cast<const char*>(context.inbox[peer]) +
                  post_inbox(context.plan, peer, count).offset,
              reinterpret_cast<char*>(chunk.address), chunk.bytes);
   __syncthreads();

@@ -1,6 +1,7 @@
 // The protocol's memory on NVIDIA GPUs, and the few primitives that name their order and scope.
 //
-// Arenas are VMM allocations that every rank maps; a line of a peer is written over NVLink.
+// Arenas are VMM allocations that every rank maps; a line of a peer is written over NVLink. Ranks that do
+// not reach each other's memory have arenas in host memory for each other.
 #pragma once
 
 #include "context.h"
@@ -40,10 +41,10 @@ __device__ inline uint64_t timer_ns() {
   return now;
 }
 
-// Waits until a link of the context's rate has moved so many bytes since `began_ns`.
-__device__ inline void pace(const Context& context, uint64_t began_ns, uint64_t bytes) {
-  if (context.link_mb_per_s == 0) return;
-  while (timer_ns() < began_ns + bytes * 1000 / context.link_mb_per_s) __nanosleep(200);
+// Waits until a link of this rate has moved so many bytes since `began_ns`; 0: no limit.
+__device__ inline void pace(uint32_t link_mb_per_s, uint64_t began_ns, uint64_t bytes) {
+  if (link_mb_per_s == 0) return;
+  while (timer_ns() < began_ns + bytes * 1000 / link_mb_per_s) __nanosleep(200);
 }
 
 // How many polls lie between two looks at the clock and at the host's abort word, which is a read
@@ -63,16 +64,17 @@ __device__ inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) {
 class CudaMemory {
  public:
   __device__ explicit CudaMemory(const Context& context)
-      : context_(context), rank_(context.rank), own_(base(context.rank)) {}
+      : context_(context), rank_(context.rank) {}
 
   __device__ const Plan& plan() const { return context_.plan; }
   __device__ char* base(int rank) const { return reinterpret_cast<char*>(context_.base[rank]); }
+  __device__ char* inbox(int source) const { return reinterpret_cast<char*>(context_.inbox[source]); }
 
   __device__ Word load_acquire(int source, uint32_t line) const {
-    return unpack(load_acquire_sys(own_ + line_offset(source, line)));
+    return unpack(load_acquire_sys(inbox(source) + line_offset(source, line)));
   }
   __device__ void restart_line(int source, uint32_t line, Word value) {
-    store_relaxed_sys(own_ + line_offset(source, line), pack(value));
+    store_relaxed_sys(inbox(source) + line_offset(source, line), pack(value));
   }
   __device__ void publish(int rank, uint32_t line, Word value) {
     store_release_sys(base(rank) + line_offset(rank_, line), pack(value));
@@ -93,7 +95,6 @@ class CudaMemory {
  private:
   const Context& context_;
   int rank_;
-  char* own_;
 };
 
 __device__ inline void tell_host(const Context& context, const Record& failure) {

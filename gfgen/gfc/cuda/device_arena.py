@@ -4,8 +4,8 @@ Each rank makes its own and passes the file descriptor to the others (SCM_RIGHTS
 allocations: if a peer is killed while it writes, the survivors' contexts stay valid. With cudaIpc mappings
 they do not (measured).
 
-Where GPUs do not reach each other, arenas lie in host memory instead (`HostArena`). The host makes them, and
-all ranks map and pin them.
+For ranks whose GPUs do not reach its own, a rank has an arena in host memory (`HostArena`). The host makes
+it, and these ranks map and pin it.
 
 Each rank also has a page in host memory that the host maps, too: the word that aborts, and the record of the
 last failure. It is the header of a small CPU arena, so the host needs no GPU.
@@ -14,7 +14,6 @@ last failure. It is the header of a small CPU arena, so the host needs no GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gfgen.errors import RunError
 from gfgen.gfc.arena import CONTROL_PLAN, Arena, ArenaPlan, map_memory
@@ -44,7 +43,6 @@ class DeviceArena:
     address: int
     num_bytes: int
     driver: Driver
-    is_on_host: ClassVar[bool] = False
 
     @classmethod
     def create(cls, plan: ArenaPlan, *, device: int) -> tuple[DeviceArena, int]:
@@ -89,7 +87,6 @@ class HostArena(DeviceArena):
     """An arena in host memory (`arena.create_arena` of `arena_bytes`), pinned for kernels of one device."""
 
     host_address: int = 0
-    is_on_host: ClassVar[bool] = True
 
     @classmethod
     def open(cls, fd: int, plan: ArenaPlan, *, device: int) -> HostArena:
@@ -102,7 +99,8 @@ class HostArena(DeviceArena):
             library().gfc_arena_unmap(host_address, num_bytes)
             raise RunError(
                 f"cannot pin {num_bytes} bytes of main memory for exchanges ({error}): raise 'ulimit -l' or "
-                "a container's limit of locked memory, or let each GPU work alone with --transport peer"
+                "a container's limit of locked memory, or let no step use GPUs without peer access with "
+                "--transport peer"
             ) from error
         return cls(plan, device, address, num_bytes, cuda, host_address)
 

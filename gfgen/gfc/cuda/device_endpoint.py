@@ -51,7 +51,9 @@ _NO_DISPATCH = 2**63
 class CudaEndpoint:
     """One rank's collectives and transfers on one device.
 
-    own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
+    own: the rank's arena on the device, for ranks that are `near`: they reach this memory; None if there are
+    none. host: the one in host memory, for the others. peer_fds: by rank, the arenas of others that this rank
+    writes to; may be closed afterwards.
     control_fd: the rank's page in host memory (`arena.CONTROL_PLAN`). Tasks run on torch's current
     stream: always the same one, or one that events order after all earlier exchanges and before all later
     ones. One thread launches groups and arrivals, another may send. Any thread may call `restart_edges` and
@@ -60,17 +62,21 @@ class CudaEndpoint:
 
     def __init__(
         self,
-        own: DeviceArena,
+        own: DeviceArena | None,
         *,
         rank: int,
         peer_fds: Mapping[int, int],
         incarnations: Mapping[int, int],
         control_fd: int,
+        host: DeviceArena | None = None,
+        near: Collection[int] = (),
         timeout_s: float = 30.0,
         tables: Mapping[str, str] | None = None,
         link_bytes_per_s: float = 0.0,
     ) -> None:
-        plan, device = own.plan, own.device
+        given = own or host
+        assert given is not None, f"rank {rank} has no arena"
+        plan, device = given.plan, given.device
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
         self.timeout_ns = nanoseconds(timeout_s)
@@ -82,23 +88,21 @@ class CudaEndpoint:
         self.selector = load_selector(self.driver.name(0), has_bulk=self.kernels.has_bulk, tables=tables)
         self.control = ControlPage(control_fd, rank=rank, incarnation=incarnations[rank])
         self.incarnations = dict(incarnations)
-        self.arenas = {rank: own}
+        self.arenas, self._host, self._near = {rank: given}, host, frozenset([rank, *near])
         for peer, fd in peer_fds.items():
-            self.arenas[peer] = own.open_peer(fd)
+            self.arenas[peer] = self._inbox(peer).open_peer(fd)
         self._own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.context = self.driver.allocate(ctypes.sizeof(Context))
         self._write_context()
-        self.is_over_host = own.is_on_host
-        """Whether arenas lie in host memory: results then never stay there."""
         self.host_choice = KernelChoice("staged", HOST_BLOCKS, HOST_SLICE_BYTES)
-        if not own.is_on_host:
+        if own is not None:
             self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
         self.limit_link(link_bytes_per_s)
         self.context_bytes_1d = as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
-        given = (c_uint64(self.context), self._native_descriptor, self._bound_ns)
-        self._enter = Launch(self.driver, self.kernels["enter"], *given, grid=1, block=32)
+        arguments = (c_uint64(self.context), self._native_descriptor, self._bound_ns)
+        self._enter = Launch(self.driver, self.kernels["enter"], *arguments, grid=1, block=32)
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, GroupSlot] = {}
@@ -110,6 +114,14 @@ class CudaEndpoint:
         """Host memory for outcomes, used in turn; allocated now, since pinning waits for the device."""
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
         """Mapped incarnations by a layout's ranks, in their order."""
+
+    def are_far(self, ranks: Sequence[int]) -> bool:
+        """Whether some of these ranks, all of a group, exchange through host memory."""
+        return self._host is not None and not self._near.issuperset(ranks)
+
+    def _inbox(self, source: int) -> DeviceArena:
+        """This rank's own arena that a rank writes to."""
+        return self.arenas[self.rank] if self._host is None or source in self._near else self._host
 
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
         timeout_ns = self.timeout_ns if timeout_s is None else nanoseconds(timeout_s)
@@ -157,7 +169,7 @@ class CudaEndpoint:
         self._unclean.difference_update(peers)
         num_bytes = NUM_BANKS * FLAGGED_BYTES
         for peer in sorted(peers):
-            address = self.arenas[self.rank].address + self.plan.arena_bytes + peer * num_bytes
+            address = self._inbox(peer).address + self.plan.arena_bytes + peer * num_bytes
             self.driver.call("cuMemsetD8Async", address, 0, num_bytes, self.stream())
 
     def check(self, dispatch: int) -> None:
@@ -199,8 +211,8 @@ class CudaEndpoint:
         Each slice is published no sooner than a link of this rate would have moved it since the exchange
         began. Captured graphs follow. The device's clock makes an exchange up to 1 us longer.
         """
-        mb_per_s = int(bytes_per_s / 1e6) if self.is_over_host else 0
-        self.driver.write(self.context + Context.link_mb_per_s.offset, mb_per_s.to_bytes(4, "little"))
+        self._mb_per_s = int(bytes_per_s / 1e6) if self._host is not None else 0
+        self.driver.write(self.context + Context.link_mb_per_s.offset, self._mb_per_s.to_bytes(4, "little"))
 
     def abort_through(self, dispatch: int) -> None:
         self.control.arena.abort_through(dispatch)
@@ -270,7 +282,7 @@ class CudaEndpoint:
         """As `Endpoint.replace_peer`; waits for the device, since memory is unmapped."""
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
-        self.arenas[rank] = self.arenas[self.rank].open_peer(fd)
+        self.arenas[rank] = self._inbox(rank).open_peer(fd)
         self.incarnations[rank] = incarnation
         self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank
@@ -297,7 +309,7 @@ class CudaEndpoint:
         torch.cuda.synchronize(self.device)
         self.prepared.clear()
         self._views.clear()
-        for arena in self.arenas.values():
+        for arena in (*self.arenas.values(), *filter(None, [self._host])):
             arena.close()
         self.control.close()
         self.driver.call("cuMemFree_v2", self.context)
@@ -306,7 +318,7 @@ class CudaEndpoint:
     def _write_context(self) -> None:
         context = Context(plan=self.plan.as_native(), rank=self.rank)
         for rank, arena in self.arenas.items():
-            context.base[rank] = arena.address
+            context.base[rank], context.inbox[rank] = arena.address, self._inbox(rank).address
             context.incarnation[rank] = self.incarnations[rank]
         context.aborted_through = self.control.aborted_through
         context.record = self.control.record
@@ -325,6 +337,7 @@ class CudaEndpoint:
             raise LayoutError(f"rank {peer} has no arena here")
         total, limit = x.numel() * x.element_size(), self.plan.post_bytes
         fixed = {"dispatch": dispatch, "timeout_ns": nanoseconds(timeout_s), "peer": peer, "label": label}
+        fixed["link_mb_per_s"] = self._mb_per_s if self.are_far([peer]) else 0
         return [
             Chunk(self.context, x.data_ptr() + at, min(limit, total - at), chunk=at // limit, **fixed)
             for at in range(0, max(total, 1), limit)

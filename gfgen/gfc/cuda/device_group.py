@@ -83,6 +83,7 @@ class CudaGroup(Collectives):
         "_slot_number",
         "bank",
         "descriptor",
+        "is_far",
         "ranks",
         "room_bytes",
         "slot",
@@ -106,6 +107,7 @@ class CudaGroup(Collectives):
         self.room_bytes = None if self.size == 1 else self.bank.num_bytes
         is_whole = self.size == len(layout.ranks)
         self.ranks = layout.ranks if is_whole else tuple([layout.ranks[slot] for slot in slots])
+        self.is_far = endpoint.are_far(self.ranks)
 
     def beside(self, max_blocks: int) -> CudaGroup:
         """The same ranks; exchanges use few blocks, so that the rest of the device can compute.
@@ -153,13 +155,13 @@ class CudaGroup(Collectives):
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
     ) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
-        in_arena = in_arena and not endpoint.is_over_host
+        in_arena = in_arena and not self.is_far
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
-        call: list[object] = [self._slot_number, self._most_blocks, resharding, in_arena]
+        call: list[object] = [self._slot_number, self._most_blocks, self.is_far, resharding, in_arena]
         pointers = []
         for x in tensors:
             at = x.data_ptr()
@@ -206,7 +208,7 @@ class CudaGroup(Collectives):
         Whether messages carry flags depends only on what all ranks know. If a rank's own strides or
         addresses decided, ranks could wait in different places.
         """
-        over_host = self._endpoint.host_choice if self._endpoint.is_over_host else None
+        over_host = self._endpoint.host_choice if self.is_far else None
         if resharding is None:
             choice = over_host or KernelChoice("flagged", 1)
             return self._prepare_launch((), [], choice, unit_bytes=8, tensors=())

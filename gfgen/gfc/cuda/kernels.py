@@ -28,10 +28,10 @@ class Peers(Structure):
         *each(c_int32, "size", "own"),
         *each(c_uint32, "kind", "first_sequence"),
         *each(c_int32, "own_rank", "unused"),
-        *each(c_uint64, "own_base", "flagged"),
+        ("flagged", c_uint64),
         ("bank_offset", c_uint64 * NUM_BANKS),
         *each(c_int32 * MAX_RANKS, "layout_slot", "rank"),
-        ("base", c_uint64 * MAX_RANKS),
+        *each(c_uint64 * MAX_RANKS, "base", "inbox"),
     ]
 
 
@@ -48,7 +48,7 @@ class Context(Structure):
         ("plan", PlanStruct),
         ("rank", c_int32),
         ("link_mb_per_s", c_uint32),
-        ("base", c_uint64 * MAX_RANKS),
+        *each(c_uint64 * MAX_RANKS, "base", "inbox"),
         *each(c_uint64, "aborted_through", "record"),
         *each(c_uint32 * MAX_RANKS, "incarnation", "arrived"),
         *each(c_uint32, "finished", "poison_lock"),
@@ -84,7 +84,7 @@ class Chunk(Structure):
     _fields_ = [
         *each(c_uint64, "context", "address", "bytes", "dispatch", "timeout_ns", "chunk"),
         ("peer", c_int32),
-        *each(c_uint32, "label", "steps", "unused"),
+        *each(c_uint32, "label", "steps", "link_mb_per_s"),
     ]
 
 

@@ -6,11 +6,12 @@ Unix sockets (SCM_RIGHTS), as they do through a control plane.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -33,7 +34,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 class CudaRanks:
     """`num_ranks` processes with a device each, or on `num_devices` that they share.
 
-    over_host: their arenas lie in host memory.
+    near: sets of them that reach each other's memory; the others exchange through host memory. None: all do.
     Ranks that share a device take turns on it, so all waits may take that many times as long.
     """
 
@@ -44,9 +45,9 @@ class CudaRanks:
         *,
         timeout_s: float = 30.0,
         num_devices: int = 0,
-        over_host: bool = False,
+        near: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.over_host = over_host
+        self._near = near and {rank: {*each} - {rank} for each in near for rank in each}
         self.num_devices = num_devices or num_ranks
         self.ranks_per_device = -(-num_ranks // self.num_devices)
         self.plan, self.timeout_s = plan, self.ranks_per_device * timeout_s
@@ -54,6 +55,7 @@ class CudaRanks:
         self.incarnations = dict.fromkeys(range(num_ranks), 1)
         self.control_fds: dict[int, int] = {}
         self.arena_fds: dict[int, int] = {}
+        self.host_fds: dict[int, int] = {}
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
         self._dispatch = 0
@@ -120,8 +122,9 @@ class CudaRanks:
 
     def revive(self, rank: int) -> None:
         self.incarnations[rank] += 1
-        os.close(self.arena_fds[rank])
-        os.close(self.control_fds[rank])
+        for fds in (self.control_fds, self.arena_fds, self.host_fds):
+            if rank in fds:
+                os.close(fds.pop(rank))
         self._start(rank)
         self._take_arena(rank)
         self._introduce(rank)
@@ -129,7 +132,7 @@ class CudaRanks:
         for peer in self.processes:
             if peer != rank:
                 self.pipes[peer].send(("map", (rank, self.incarnations[rank])))
-                self._send(peer, self.arena_fds[rank])
+                self._send(peer, self._arena(rank, source=peer))
                 self.result(peer)
 
     def close(self) -> None:
@@ -140,12 +143,15 @@ class CudaRanks:
             process.join(5)
             if process.is_alive():
                 self.kill(rank)
-        for fd in (*self.control_fds.values(), *self.arena_fds.values()):
+        for fd in itertools.chain(
+            *(fds.values() for fds in (self.control_fds, self.arena_fds, self.host_fds))
+        ):
             os.close(fd)
 
     def _start(self, rank: int) -> None:
         (ours, theirs), number = _SPAWN.Pipe(), self.incarnations[rank]
-        setup = _Setup(self.plan, rank, rank % self.num_devices, number, self.timeout_s, self.over_host)
+        near = None if self._near is None else frozenset(self._near[rank])
+        setup = _Setup(self.plan, rank, rank % self.num_devices, number, self.timeout_s, near)
         process = _SPAWN.Process(target=_serve, args=(theirs, setup), daemon=True)
         process.start()
         theirs.close()
@@ -154,11 +160,12 @@ class CudaRanks:
         self._send(rank, self.control_fds[rank])
 
     def _take_arena(self, rank: int) -> None:
-        if self.over_host:
+        if self._near is not None:
             shape = {"incarnation": self.incarnations[rank], "num_bytes": arena_bytes(self.plan)}
-            self.arena_fds[rank] = create_arena(self.plan, rank=rank, **shape)
-            self._send(rank, self.arena_fds[rank])
-            return
+            self.host_fds[rank] = create_arena(self.plan, rank=rank, **shape)
+            self._send(rank, self.host_fds[rank])
+            if not self._near[rank]:
+                return
         if not self.pipes[rank].poll(self.reply_timeout_s):
             raise WorkerError(f"rank {rank} made no arena")
         self.arena_fds[rank] = recv_handle(self.pipes[rank])
@@ -167,7 +174,12 @@ class CudaRanks:
         peers = {peer: number for peer, number in self.incarnations.items() if peer != rank}
         self.pipes[rank].send(peers)
         for peer in peers:
-            self._send(rank, self.arena_fds[peer])
+            self._send(rank, self._arena(peer, source=rank))
+
+    def _arena(self, rank: int, *, source: int) -> int:
+        """The rank's arena that `source` writes to."""
+        is_far = self._near is not None and source not in self._near[rank]
+        return (self.host_fds if is_far else self.arena_fds)[rank]
 
     def _send(self, rank: int, fd: int) -> None:
         pid = self.processes[rank].pid
@@ -183,7 +195,7 @@ class _Setup(NamedTuple):
     device: int
     incarnation: int
     timeout_s: float
-    over_host: bool
+    near: frozenset[int] | None
 
 
 def _serve(pipe: Connection, setup: _Setup) -> None:
@@ -217,18 +229,21 @@ def _set_up(pipe: Connection, setup: _Setup) -> CudaEndpoint:
     torch.cuda.set_device(setup.device)
     torch.zeros(1, device="cuda")
     control_fd = recv_handle(pipe)
-    own: DeviceArena
-    if setup.over_host:
+    own = host = None
+    if setup.near is not None:
         fd = recv_handle(pipe)
-        own = HostArena.open(fd, setup.plan, device=setup.device)
-    else:
+        host = HostArena.open(fd, setup.plan, device=setup.device)
+        os.close(fd)
+    if host is None or setup.near:
         own, fd = DeviceArena.create(setup.plan, device=setup.device)
         send_handle(pipe, fd, os.getppid())
-    os.close(fd)
+        os.close(fd)
     incarnations: dict[int, int] = pipe.recv()
     peer_fds = {peer: recv_handle(pipe) for peer in incarnations}
     endpoint = CudaEndpoint(
         own,
+        host=host,
+        near=setup.near or (),
         rank=setup.rank,
         peer_fds=peer_fds,
         incarnations={**incarnations, setup.rank: setup.incarnation},

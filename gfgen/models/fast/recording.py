@@ -370,7 +370,8 @@ class Graphs:
         # places of the own heads and tokens in tensors follow from the slot.
         is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
         slot = sequence.slot if is_modulated or parallel.torus.size > 1 else None
-        return call, own, group, heads[parallel.ulysses.slot], slot
+        links = tuple(each.is_far for each in (sequence, parallel.ulysses, parallel.ring, parallel.torus))
+        return call, own, group, heads[parallel.ulysses.slot], slot, links
 
 
 def _with_any_text(call: _ForwardCall) -> object:

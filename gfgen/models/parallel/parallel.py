@@ -35,6 +35,7 @@ class RehearsalGroup(Collectives):
     size: int
     slot: int
     room_bytes: int | None
+    is_far: bool = False
 
     def _move(
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
@@ -83,7 +84,8 @@ def parallel_from(group: Collectives, *, num_chunks: int | None = None) -> Paral
 def rehearsal(parallel: Parallel) -> Parallel:
     groups = {name: getattr(parallel, name) for name in ("cfg", "sequence", "ulysses", "ring", "torus")}
     alone: Any = {
-        name: RehearsalGroup(each.size, each.slot, each.room_bytes) for name, each in groups.items()
+        name: RehearsalGroup(each.size, each.slot, each.room_bytes, each.is_far)
+        for name, each in groups.items()
     }
     return replace(parallel, **alone)
 

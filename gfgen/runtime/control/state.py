@@ -57,6 +57,7 @@ class State:
         )
         self.jobs = Jobs(jobs, start, costs=costs, models=self.models)
         self.ranks = Ranks(start.num_ranks, start.islands)
+        near = tuple(map(tuple, start.near or self.ranks.islands))
         last_numbers = [point.last_number for point in start.resume.values()]
         self.flights = Flights(
             lookahead_s=start.lookahead_s, last_number=max([start.last_number, *last_numbers])
@@ -65,7 +66,7 @@ class State:
         self.shares = Shares()
         self.sharing = Sharing(self.jobs.records, costs)
         self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
-        self._job_costs = JobCosts(self.jobs.records, costs, islands=self.ranks.islands)
+        self._job_costs = JobCosts(self.jobs.records, costs, near=near)
         self.expects_more = False  # jobs may still be added: that all have ended does not finish the run
         self.backlog = Backlog()
 
@@ -136,7 +137,7 @@ class State:
         left_s = sum([own[each].cost_class.write_s for each in self.jobs.writing]) / self._num_writers
         return replace(
             self.snapshot(),
-            costs=JobCosts(records, self._costs, islands=self.ranks.islands, are_handed_out=False),
+            costs=self._job_costs.of_records(records),
             recent=tuple([view for _, view in recent]),
             parked={record.job_id: record.view(self._costs) for record in parked},
             load_s=load_s or {},

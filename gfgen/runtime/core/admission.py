@@ -234,7 +234,7 @@ def _admit_one(
     return replace(first, info=info, trajectory=trajectory).warned(*warnings_of(info, geometry))
 
 
-def _exchanges(geometry: Geometry, spec: JobSpec) -> dict[str, float]:
+def _exchanges(geometry: Geometry, spec: JobSpec) -> dict[str, Any]:
     """What ranks exchange of the queries, keys, values and results of bf16 attentions; for `Limits`."""
     tokens, flops = geometry.num_tokens(spec), geometry.flops(spec, Stage.DENOISE)
     width = geometry.attention_width * (2 if geometry.uses_cfg(spec) else 1)

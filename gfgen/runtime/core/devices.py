@@ -55,8 +55,9 @@ class Devices:
     """The most bytes that a run may use of each GPU, or of main memory for CPU ranks."""
     ranks_per_gpu: int = 1
     """How many ranks share each GPU; the last GPUs may have fewer."""
-    over_host: bool = False
-    """Whether ranks exchange through main memory, so that all of them can share a step."""
+    transport: str = "auto"
+    """Ranks that do not reach each other's memory exchange through main memory, or with "peer" not at all.
+    With "host" all exchange through main memory."""
     link_bytes_per_s: float | None = None
     """The most that a rank may send through main memory, for tests."""
 
@@ -79,21 +80,33 @@ class Devices:
         return f"for each of {self.ranks_per_gpu} ranks that share a GPU" if shared else "on each GPU"
 
     @property
+    def over_host(self) -> bool:
+        """Whether ranks exchange through main memory, so that all of them can share a step."""
+        return self.transport == "host" or (self.transport == "auto" and len(self.near) > 1)
+
+    @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange with each other. A layout stays within one."""
-        islands: list[list[int]] = []
+        return (tuple(range(self.num_ranks)),) if self.over_host else self.near
+
+    @property
+    def near(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that exchange through each other's memory."""
+        sets: list[list[int]] = []
         for rank in range(self.num_ranks):
-            reached = (island for island in islands if all(self._reach(rank, other) for other in island))
-            island = next(reached, None)
-            if island is None:
-                islands.append([rank])
+            reached = (each for each in sets if all(self._reach(rank, other) for other in each))
+            found = next(reached, None)
+            if found is None:
+                sets.append([rank])
             else:
-                island.append(rank)
-        return tuple(map(tuple, islands))
+                found.append(rank)
+        return tuple(map(tuple, sets))
 
     def _reach(self, rank: int, other: int) -> bool:
         """Whether two ranks reach each other's memory. CPU ranks and ranks on one GPU do."""
-        if not self.gpus or self.over_host:
+        if self.transport == "host":
+            return False
+        if not self.gpus:
             return True
         one, two = rank % len(self.gpus), other % len(self.gpus)
         pairs = () if one == two else ((one, two), (two, one))
@@ -122,13 +135,12 @@ def choose_devices(
             raise InputError("--device cuda: no usable GPU ('gfgen doctor' says why); use cpu")
         if ranks_per_gpu > 1:
             logger.info("--ranks-per-gpu has no effect on CPU ranks")
-        over_host = transport == "host"
         if transport == "peer":
             logger.info("--transport peer has no effect on CPU ranks")
         count = num_ranks or DEFAULT_CPU_RANKS
-        if link is not None and not over_host:
+        if link is not None and transport != "host":
             logger.warning(_NO_LINK)
-        return Devices(CPU, count, memory_limit=memory_limit, over_host=over_host, link_bytes_per_s=rate)
+        return Devices(CPU, count, memory_limit=memory_limit, transport=transport, link_bytes_per_s=rate)
     most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
     count = num_ranks or most
     if count > most:
@@ -139,14 +151,9 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
-    num_islands = len(Devices(CUDA, len(used), tuple(used)).islands)
-    over_host = transport == "host" or (transport == "auto" and num_islands == len(used) > 1)
-    if link is not None and not over_host:
+    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport, rate)
+    if link is not None and not devices.over_host:
         logger.warning(_NO_LINK)
-    devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, over_host, rate)
-    if transport == "peer" and 1 < num_islands < len(used):
-        apart = "; ".join(str(list(island)) for island in devices.islands)
-        raise InputError(f"--transport peer: these ranks do not reach each other: {apart}; use auto or host")
     return devices
 
 

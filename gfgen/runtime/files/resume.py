@@ -65,7 +65,9 @@ class RunStart:
     grace_s: float = GRACE_S
     resident: Collection[str] | None = None  # that ranks hold at first; others wait for a turn. None: all
     islands: Sequence[Sequence[int]] | None = None
-    """Sets of ranks that reach each other's memory. None: all do."""
+    """Sets of ranks that exchange with each other. None: all do."""
+    near: Sequence[Sequence[int]] | None = None
+    """Sets of ranks that reach each other's memory. None: the islands."""
     batch: int = 1
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
@@ -86,6 +88,7 @@ class RunStart:
             "closes_s": self.closes_s,
             "resident": None if self.resident is None else sorted(self.resident),
             "islands": self.islands,
+            "near": self.near,
             "batch": self.batch,
             "reads_s": dict(self.reads_s),
             "first_use_s": self.first_use_s,

@@ -45,7 +45,8 @@ class RankSettings:
     num_gpus: int = 0  # fewer than ranks where they share them, 0 if each has its own
     islands: Sequence[Sequence[int]] | None = None
     """Sets of ranks that map each other's arenas, and so can share a layout; None: all do."""
-    over_host: bool = False  # whether arenas of ranks on GPUs lie in main memory
+    near: Sequence[Sequence[int]] | None = None
+    """Sets of them that reach each other's memory; the others exchange through main memory. None: all do."""
     link_bytes_per_s: float = 0.0  # the most that a rank sends through main memory; 0: no limit
     memory_limit: int | None = None  # bytes of its GPU that a rank may use; None for all
     plan: ArenaPlan | None = None  # the arena of each rank; None for the usual size
@@ -67,13 +68,22 @@ class RankSettings:
     @property
     def arena_plan(self) -> ArenaPlan:
         return self.plan or default_plan(
-            num_ranks=self.num_ranks, are_on_gpus=self.are_on_gpus, over_host=self.over_host
+            num_ranks=self.num_ranks, are_on_gpus=self.are_on_gpus, over_host=self.near is not None
         )
+
+    def near_to(self, rank: int) -> frozenset[int]:
+        """The other ranks that write to this one's device."""
+        sets = self.near or self.islands or [range(self.num_ranks)]
+        return frozenset(next(each for each in sets if rank in each)) - {rank}
+
+    def has_own_arena(self, rank: int) -> bool:
+        """Whether a rank on a GPU makes an arena there."""
+        return self.near is None or len(self.near_to(rank)) > 0
 
     @property
     def gpu_arena_bytes(self) -> int:
         """Of each GPU."""
-        return 0 if self.over_host else arena_bytes(self.arena_plan)
+        return arena_bytes(self.arena_plan) if any(map(self.has_own_arena, range(self.num_ranks))) else 0
 
     @property
     def ranks_per_gpu(self) -> int:
@@ -104,26 +114,28 @@ class WorkerSettings:
 
 
 class RankArenas:
-    """The descriptors of all ranks' arenas, and of host pages that can stop the kernels of GPU ranks."""
+    """The descriptors of all ranks' arenas, and of host pages that can stop the kernels of GPU ranks.
 
-    def __init__(
-        self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool, over_host: bool = False
-    ) -> None:
-        self.plan, self.are_on_gpus = plan, are_on_gpus
-        self._bring_arenas = are_on_gpus and not over_host
+    Arenas are made here in main memory for CPU ranks, and for ranks that do not reach each other's GPUs.
+    """
+
+    def __init__(self, ranks: RankSettings) -> None:
+        self.plan, self.are_on_gpus = ranks.arena_plan, ranks.are_on_gpus
+        self._ranks, self._are_made = ranks, not ranks.are_on_gpus or ranks.near is not None
         self._arenas: dict[int, int] = {}
+        self._on_gpus: dict[int, int] = {}
         self._pages: dict[int, int] = {}
-        for rank in range(num_ranks):
+        for rank in range(ranks.num_ranks):
             self.renew(rank, incarnation=1)
 
     def renew(self, rank: int, *, incarnation: int) -> None:
         """Create memory for a new process; the old memory is freed when no process maps it."""
-        for fds in (self._arenas, self._pages):
+        for fds in (self._arenas, self._on_gpus, self._pages):
             if rank in fds:
                 os.close(fds.pop(rank))
         if self.are_on_gpus:
             self._pages[rank] = create_arena(CONTROL_PLAN, rank=rank, incarnation=incarnation)
-        if not self._bring_arenas:
+        if self._are_made:
             num_bytes = arena_bytes(self.plan) if self.are_on_gpus else 0
             self._arenas[rank] = create_arena(
                 self.plan, rank=rank, incarnation=incarnation, num_bytes=num_bytes
@@ -131,22 +143,26 @@ class RankArenas:
 
     def take(self, rank: int, fds: Sequence[int]) -> None:
         """Keep the descriptors that a rank sent when it became ready: its arena, if that is on a GPU."""
-        assert len(fds) == int(self._bring_arenas), f"rank {rank} brought {len(fds)} arenas"
+        is_own = self.are_on_gpus and self._ranks.has_own_arena(rank)
+        assert len(fds) == int(is_own), f"rank {rank} brought {len(fds)} arenas"
         if fds:
-            self._arenas[rank] = fds[0]
+            self._on_gpus[rank] = fds[0]
 
-    def arena(self, rank: int) -> int | None:
-        """The rank's arena; None until a rank on a GPU is ready."""
-        return self._arenas.get(rank)
+    def arena(self, rank: int, *, source: int) -> int | None:
+        """The rank's arena that `source` writes to; None until a rank on a GPU is ready."""
+        if not self._are_made or (self.are_on_gpus and source in self._ranks.near_to(rank)):
+            return self._on_gpus.get(rank)
+        return self._arenas[rank]
 
     def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks of `among` with an arena, and the descriptors for `rank`; a GPU's own page is last."""
-        ranks = tuple(sorted(self._arenas.keys() & among))
+        found = {other: self.arena(other, source=rank) for other in sorted(among)}
+        fds = {other: fd for other, fd in found.items() if fd is not None}
         page = (self._pages[rank],) if self.are_on_gpus else ()
-        return ranks, (*(self._arenas[other] for other in ranks), *page)
+        return tuple(fds), (*fds.values(), *page)
 
     def close(self) -> None:
-        for fd in (*self._arenas.values(), *self._pages.values()):
-            os.close(fd)
-        self._arenas.clear()
-        self._pages.clear()
+        for fds in (self._arenas, self._on_gpus, self._pages):
+            for fd in fds.values():
+                os.close(fd)
+            fds.clear()

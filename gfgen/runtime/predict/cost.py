@@ -26,7 +26,7 @@ from gfgen.graph import FIRST_STEP, STEPS, Stage, Task
 from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits, with_torus
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.links import exposed_s
+from gfgen.runtime.predict.links import exposed_s, sets_of
 from gfgen.runtime.predict.profile_file import IN_BATCHES, NO_PROFILE, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 
@@ -404,12 +404,12 @@ class CostModel:
 
         limits, numbers = cost_class.limits, range(1, MAX_RANKS + 1)
         steps = [_best_way(limits.ways(number), known_s) for number in numbers]
-        for idx in range(1, MAX_RANKS if 0 < limits.link_bytes_per_s < math.inf else 0):
+        for idx in range(limits.num_near, MAX_RANKS if 0 < limits.link_bytes_per_s < math.inf else 0):
             wide, narrow = steps[idx], steps[idx - 1]
             wide_s, narrow_s = (
                 self.estimate(cost_class, Stage.DENOISE, each).loaded_s for each in (wide, narrow)
             )
-            has_price = limits.exchanged_bytes > 0 or math.prod(with_torus(wide)[1:]) == 1
+            has_price = limits.exchanged_bytes > 0 or limits.num_apart(wide) == 1
             has_price = has_price or known_s(Stage.DENOISE, wide) < math.inf
             pays = narrow_s >= wide_s * (1 + _PAYS * (math.prod(wide) / math.prod(narrow) - 1))
             if not (has_price and pays):
@@ -558,20 +558,24 @@ class PricedJob(Protocol):
 class JobCosts:
     """The cost model, asked by job."""
 
-    __slots__ = ("_are_handed_out", "_costs", "_islands", "_jobs")
+    __slots__ = ("_are_handed_out", "_costs", "_jobs", "_near")
 
     def __init__(
         self,
         jobs: Mapping[str, PricedJob],
         costs: CostModel,
         *,
-        islands: tuple[tuple[int, ...], ...],
+        near: tuple[tuple[int, ...], ...],
         are_handed_out: bool = True,
     ) -> None:
-        self._islands = islands
+        self._near = near
         self._jobs = jobs
         self._costs = costs
         self._are_handed_out = are_handed_out
+
+    def of_records(self, jobs: Mapping[str, PricedJob]) -> JobCosts:
+        """The same for looks ahead, which record no estimate as handed out."""
+        return JobCosts(jobs, self._costs, near=self._near, are_handed_out=False)
 
     def task_s(self, task: Task, layout: Layout) -> float:
         cost_class = self._jobs[task.job_id].cost_class
@@ -594,11 +598,8 @@ class JobCosts:
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)
 
-    def sets(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        if len(self._islands) == 1:
-            return (tuple(ranks),)
-        found = [tuple([rank for rank in ranks if rank in island]) for island in self._islands]
-        return tuple(filter(None, found))
+    def sets(self, ranks: Sequence[int], degree: int = 1) -> tuple[tuple[int, ...], ...]:
+        return (tuple(ranks),) if len(self._near) == 1 else sets_of(ranks, self._near, degree)
 
     def spread(self, task: Task, layout: Layout) -> float:
         return self._costs.spread(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)

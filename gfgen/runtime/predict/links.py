@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gfgen.layout import Degrees, Limits, with_torus
+from gfgen.layout import Degrees, Limits
 from gfgen.system.linefile import write_whole
 from gfgen.system.machine import cache_dir, file_stem
 
@@ -25,13 +25,27 @@ Both are from two H200 through main memory (benchmarks/results/collectives.md): 
 
 def exposed_s(limits: Limits, degrees: Degrees, step_s: float) -> float:
     """How much longer a step takes because of its links, if it takes `step_s` over peer memory."""
-    cfg, ulysses, ring, torus = with_torus(degrees)
-    number = ulysses * ring * torus
-    if not limits.link_bytes_per_s or number == 1:
+    cfg, number = degrees[0], limits.num_apart(degrees)
+    if number == 1:
         return 0.0
-    moved = limits.exchanged_bytes / cfg * (number - 1) / number**2
+    moved = limits.exchanged_bytes / cfg * (number - 1) / number / math.prod(degrees[1:])
     exchange_s = moved / limits.link_bytes_per_s
     return max(exchange_s - _HIDDEN * limits.attention * step_s, _SHOWN * exchange_s)
+
+
+def sets_of(
+    ranks: Sequence[int], near: Sequence[Sequence[int]], degree: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """These ranks, cut into sets that a layout of `degree` can be taken from, its ranks in a row.
+
+    near: sets of ranks that reach each other's memory. For a layout of more ranks whole ones are together.
+    """
+    size = max(map(len, near))
+    found = [tuple([rank for rank in ranks if rank in each]) for each in near]
+    together = tuple([rank for each in found if len(each) == size for rank in each])
+    if size == 1 or (degree > size and len(together) > size):
+        return (together, *[each for each in found if 0 < len(each) < size])
+    return tuple(filter(None, found))
 
 
 def links_path(device: str) -> Path:

@@ -92,12 +92,7 @@ class WorkerPool:
             for path, placement in settings.placements.items()
             if placement.shared
         }
-        self._arenas = RankArenas(
-            settings.arena_plan,
-            num_ranks=settings.num_ranks,
-            are_on_gpus=settings.are_on_gpus,
-            over_host=settings.over_host,
-        )
+        self._arenas = RankArenas(settings)
         self._selector = selectors.DefaultSelector()
         self.workers: list[RankProcess] = []
         self.writers: list[WriterProcess] = []
@@ -443,14 +438,14 @@ class Meeting:
 
     def _welcome(self, worker: RankProcess) -> None:
         """Send a new worker all arenas, and its own to the others."""
-        arena = self._arenas.arena(worker.rank)
-        assert arena is not None, f"{worker.name} has no arena"
         self._send_arenas(worker)
         message = messages.ReplacePeer(worker.rank, worker.incarnation)
         for other in self._peers(worker.rank):
             peer = self._workers[other]
             # A peer without arenas gets all of them when it is introduced itself.
             if peer.phase not in GONE and peer.has_arenas:
+                arena = self._arenas.arena(worker.rank, source=other)
+                assert arena is not None, f"{worker.name} has no arena"
                 worker.unknown_to.add(other)
                 peer.tell(message, (arena,))
 

@@ -45,8 +45,9 @@ class Device:
         *,
         load_model: Callable[[str], Adapter],
         link_bytes_per_s: float = 0.0,
+        near: Collection[int] = (),
     ) -> None:
-        self._link_bytes_per_s = link_bytes_per_s
+        self._link_bytes_per_s, self._near = link_bytes_per_s, near
         self.adapters = adapters
         self.endpoint: Any = None  # None before `connect`
         self._rank = rank
@@ -66,6 +67,7 @@ class Device:
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
             link_bytes_per_s=self._link_bytes_per_s,
+            near=self._near,
         )
 
     @property

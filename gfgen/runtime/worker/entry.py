@@ -39,9 +39,10 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     """The worker of a CPU rank, with its models."""
     load = partial(load_model, settings)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
-    rate, adapters = settings.ranks.link_bytes_per_s, load_models(channel, settings, load)
-    device = Device(settings.rank, adapters, dispatches, load_model=load, link_bytes_per_s=rate)
-    return Worker(channel, settings.rank, device, dispatches)
+    adapters, rank, ranks = load_models(channel, settings, load), settings.rank, settings.ranks
+    rate, near = ranks.link_bytes_per_s, ranks.near_to(rank)
+    device = Device(rank, adapters, dispatches, load_model=load, link_bytes_per_s=rate, near=near)
+    return Worker(channel, rank, device, dispatches)
 
 
 def run_worker(
@@ -116,5 +117,5 @@ def _island(settings: WorkerSettings, path: str) -> Island | None:
     if path not in settings.boards:
         return None
     ranks = settings.ranks
-    members = next(each for each in ranks.islands or [range(ranks.num_ranks)] if settings.rank in each)
+    members = sorted(ranks.near_to(settings.rank) | {settings.rank})
     return Island([settings.boards[path][rank] for rank in members], members.index(settings.rank))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,8 +66,16 @@ class Forwards:
     """The forwards of one rank's steps, for its main thread."""
 
     def __init__(
-        self, adapters: Mapping[str, Adapter], graphs: Graphs, *, rank: int, unentered: Unentered
+        self,
+        adapters: Mapping[str, Adapter],
+        graphs: Graphs,
+        *,
+        rank: int,
+        unentered: Unentered,
+        near: Collection[int] = (),
     ) -> None:
+        """near: other ranks that reach this one's memory."""
+        self._near = sorted(near)
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
         self._kinds: OrderedDict[Kind, _Seen] = OrderedDict()
@@ -204,14 +212,15 @@ class Forwards:
         return unentered, None if unentered is None else rehearsal(unentered)
 
     def _layouts(self, message: WarmUp, all_degrees: Iterable[Degrees]) -> Iterator[Layout]:
-        """With this rank in each slot in turn, its own one first; the other ranks may be any."""
-        others = [rank for rank in range(MAX_RANKS) if rank != self._rank]
+        """With this rank in each slot in turn, its own one first, and those near it around it."""
+        far = [rank for rank in range(MAX_RANKS) if rank not in (self._rank, *self._near)]
         for degrees in all_degrees:
-            number = math.prod(degrees)
+            number, size = math.prod(degrees), len(self._near) + 1
             for turn in range(1 if message.in_own_slot else number):
                 slot = (self._rank + turn) % number
-                ranks = (*others[:slot], self._rank, *others[slot : number - 1])
-                yield Layout(ranks, *degrees)
+                start = slot // size * size if number > size else 0
+                row = [*self._near[: slot - start], self._rank, *self._near[slot - start :]]
+                yield Layout((*far[:start], *row, *far[start:])[:number], *degrees)
 
 
 def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -> list[int]:

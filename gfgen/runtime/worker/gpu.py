@@ -77,7 +77,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     attention.join()
     if settings.ranks.memory_limit is not None:
         _limit_memory(settings.ranks, device)
-    load, over_host = partial(load_model, settings, device=str(device)), settings.ranks.over_host
+    load, ranks = partial(load_model, settings, device=str(device)), settings.ranks
     adapters = load_models(channel, settings, load)
     torch.cuda.synchronize(device)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
@@ -87,7 +87,9 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
         dispatches,
         load_model=load,
         device=device,
-        own_arena=None if over_host else DeviceArena.create(settings.ranks.arena_plan, device=settings.gpu),
+        own_arena=DeviceArena.create(ranks.arena_plan, device=settings.gpu)
+        if ranks.has_own_arena(settings.rank)
+        else None,
         recorder=CudaRecorder(device),
     )
     return Worker(channel, settings.rank, gpu, dispatches)
@@ -152,7 +154,8 @@ class GpuDevice(Device):
         own_arena: tuple[DeviceArena, int] | None,
         recorder: LaunchRecorder,
     ) -> None:
-        super().__init__(settings.rank, adapters, dispatches, load_model=load_model)
+        near = settings.ranks.near_to(settings.rank)
+        super().__init__(settings.rank, adapters, dispatches, load_model=load_model, near=near)
         self.counts_tokens = cudnn_attention.is_fast(device, torch.bfloat16)
         self._own_arena = None
         if own_arena is not None:
@@ -164,7 +167,7 @@ class GpuDevice(Device):
         self._memory = DeviceMemory(device, stream=self._streams.main.cuda_stream)
         self._graphs = graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
         self._task_peaks = Counter[str]()  # as in `MemoryUse`
-        self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered)
+        self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered, near=near)
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
         """Host memory for the sums of tasks, in turn; allocated now, because pinning waits for the device."""
         self._last_end: torch.cuda.Event | None = None
@@ -184,9 +187,13 @@ class GpuDevice(Device):
         self._has_peers = len(message.incarnations) > 1
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
         plan = self._settings.ranks.arena_plan
-        own = self._own_arena or HostArena.open(arenas[self._rank], plan, device=self._settings.gpu)
+        host = None
+        if self._settings.ranks.near is not None:
+            host = HostArena.open(arenas[self._rank], plan, device=self._settings.gpu)
         self.endpoint = CudaEndpoint(
-            own,
+            self._own_arena,
+            host=host,
+            near=self._near,
             rank=self._rank,
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),

@@ -3,7 +3,7 @@
 
 #include "cuda/boxes.h"
 
-static_assert(sizeof(gfc::Context) == 1872 && sizeof(gfc::Move) == 208 &&
+static_assert(sizeof(gfc::Context) == 2272 && sizeof(gfc::Move) == 208 &&
                   sizeof(gfc::Exchange) == 872 && sizeof(gfc::Chunk) == 64,
               "gfgen/gfc/cuda/kernels.py mirrors these");
 
