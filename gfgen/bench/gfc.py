@@ -70,6 +70,10 @@ def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
     check_num_gpus(num_gpus, at_least=2)
     pairs = itertools.permutations(range(num_gpus), 2)
     transports = ("peer", "host") if all(driver().can_access(*pair) for pair in pairs) else ("host",)
+    if tune and "peer" not in transports:
+        _log.warning(
+            "--tune has no effect: it is for peer memory, and these GPUs do not all reach each other"
+        )
     facts = {"date": time.strftime("%Y-%m-%d"), "device": f"{num_gpus} x {driver().name(0)}"}
     report = _measured(num_gpus, tune=tune) if "peer" in transports else CollectivesReport(facts)
     for transport in transports:

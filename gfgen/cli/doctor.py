@@ -177,7 +177,7 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
         if apart:
             missing.append(
                 f"peer access from GPU {device} to {', '.join(apart)}: steps across them go through main "
-                f"memory (--transport host), of which {arena_bytes(HOST_PLAN) >> 20} MiB a GPU are pinned"
+                f"memory, of which {arena_bytes(HOST_PLAN) >> 20} MiB a GPU are pinned"
             )
         fast = [str(peer) for peer in reached if cuda.has_nvlink(device, peer)]
         slow = [str(peer) for peer in reached if str(peer) not in fast]

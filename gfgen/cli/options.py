@@ -260,8 +260,8 @@ class RankOptions(AskedRanks):
         metavar="N",
     )
     transport: str = option(
-        "How GPUs share a step: peer memory, or main memory, also where GPUs do not reach each other "
-        "(docs/install.md). auto: peer memory; main memory if no GPU reaches another.",
+        "How GPUs share a step (docs/install.md): peer memory, where they reach each other, or main memory. "
+        "auto: peer memory where there is, main memory between the others where that gains.",
         type=click.Choice(TRANSPORTS),
         default="auto",
     )

@@ -398,15 +398,17 @@ class GpuMemory(HostMemory):
         return max(self.job_bytes(job), job.state_bytes + max(work.values()))
 
     def check_waiting(self, checkpoints: Collection[Path]) -> int:
-        available, total = available_bytes(), 0
+        available, total, arenas = available_bytes(), 0, 0 if self.is_loaded else self.arenas_on_host
         for path in sorted(checkpoints):
             placement = self.placement(path)  # models that take turns keep their copies
             total += 0 if placement.is_on_disk else placement.streamed_bytes
-            if available is not None and total > available:
+            if available is not None and total + arenas > available:
+                of_arenas = f" and {size_in_words(arenas)} for exchanges" if arenas else ""
                 names = ", ".join(model_name(each) for each in sorted(checkpoints))
                 raise InputError(
                     f"{names}: {size_in_words(total)} of main memory needed for weights that GPUs "
-                    f"lack room for, {size_in_words(available)} available; free some, or run a smaller model"
+                    f"lack room for{of_arenas}, {size_in_words(available)} available; free some, or run a "
+                    "smaller model"
                 )
         return total
 

@@ -29,7 +29,19 @@ pytestmark = [pytest.mark.gpu, needs_two_ranks]
 @pytest.fixture(params=[False, True], ids=("peer", "host"))
 def ranks(request: pytest.FixtureRequest) -> Iterator[CudaRanks]:
     """Over peer memory, and over main memory."""
-    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS, over_host=request.param)
+    near = [[rank] for rank in range(NUM_RANKS)] if request.param else None
+    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS, near=near)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def pairs() -> Iterator[CudaRanks]:
+    """Over peer memory in two pairs, and over main memory between them."""
+    if NUM_RANKS < 4:
+        pytest.skip("needs four ranks: GFGEN_TEST_RANKS_PER_GPU=2 on two GPUs")
+    near = [[0, 1], [2, 3]]
+    started = CudaRanks(4, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS, near=near)
     yield started
     started.close()
 
@@ -91,6 +103,35 @@ def survives(ranks: CudaRanks, failed: list[tuple[str, str, int]], dead: int) ->
         assert all_work(ranks, others)
     ranks.revive(dead)
     assert all_work(ranks, tuple(range(NUM_RANKS)))
+
+
+def test_random_overlapping_groups_inside_pairs_and_across_them_give_exact_bytes(pairs: CudaRanks) -> None:
+    first = pairs.next_dispatch(NUM_DISPATCHES)
+    found = pairs.run(range(4), programs.stress, 4, 11, NUM_DISPATCHES, first)
+    assert [result["errors"] for result in found] == [0] * 4
+
+
+def test_one_capture_replays_on_every_order_of_ranks_across_pairs(pairs: CudaRanks) -> None:
+    prepared = [(0, 1, 2), (3, 0, 1), (0, 1, 2, 3)]
+    members = [*prepared, *itertools.permutations(range(4), 3), *itertools.permutations(range(4))]
+    layouts = [(Layout(group, ulysses=len(group)), pairs.next_dispatch()) for group in members]
+    found = pairs.run(range(4), programs.replay_everywhere, layouts, 40, len(prepared))
+    assert [wrong for _, wrong in found] == [0] * 4
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (0, 2), (3, 1)])
+def test_transfers_arrive_inside_a_pair_and_across_pairs(pairs: CudaRanks, source: int, target: int) -> None:
+    sizes = [1, 100, 16384, (3 << 20) + 1, 40 << 20]
+    assert programs.transfer(pairs, sizes, source=source, target=target) == [0, 0]
+
+
+def test_rank_killed_in_an_exchange_across_pairs(pairs: CudaRanks) -> None:
+    layout, dispatch = Layout((1, 2), ulysses=2), pairs.next_dispatch()
+    pairs.submit(1, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
+    pairs.submit(2, programs.gather_once, layout, (1, 1), dispatch, 5000, 60.0)
+    time.sleep(1)  # rank 2 is between its gathers, rank 1 waits in the second
+    pairs.kill(2)
+    survives(pairs, [pairs.result(1)], dead=2)
 
 
 def test_rank_killed_while_others_wait_for_it(ranks: CudaRanks) -> None:

@@ -225,7 +225,7 @@ def test_a_link_is_a_rate_and_has_an_effect_over_main_memory_only(caplog):
     assert not caplog.records
     choose_devices(find=lambda: FOUR, link="12GB/s")
     assert [each.getMessage() for each in caplog.records] == [
-        "--link limits exchanges through main memory only (--transport host)"
+        "--link limits exchanges through main memory only (docs/install.md)"
     ]
     with pytest.raises(InputError, match="--link 'fast'"):
         choose_devices(find=tuple, link="fast")

@@ -323,7 +323,8 @@ def test_what_is_streamed_is_said_with_the_time_of_its_reads(monkeypatch, caplog
 def test_gpus_with_peer_access_keep_blocks_for_each_other(peers, monkeypatch, caplog):
     monkeypatch.setattr(memory, "available_bytes", lambda: 128 * GB)
     gpus = (Gpu("a GPU", 36 * GB, peers),) * 2
-    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    devices = Devices("cuda", 2, gpus, transport="peer")
+    admission = Ranks(devices, has_random_weights=True).admission("qwen-image")
     (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
     placement = admission.memory.placement(job.checkpoint)
     assert {name: len(keys) for name, keys in placement.shared.items()} == (
@@ -350,7 +351,8 @@ def test_models_that_may_take_turns_keep_no_blocks_for_each_other(monkeypatch):
 def test_without_main_memory_for_what_is_shared_less_is_streamed(monkeypatch):
     gpus = (Gpu("a GPU", 56 * GB),) * 2
     monkeypatch.setattr(memory, "available_bytes", lambda: 12 * GB)
-    admission = Ranks(Devices("cuda", 2, gpus), has_random_weights=True).admission("qwen-image")
+    devices = Devices("cuda", 2, gpus, transport="peer")
+    admission = Ranks(devices, has_random_weights=True).admission("qwen-image")
     (job,), _ = admission([JobSpec(id="a", prompt="a red fox", line=1, width=1024, height=1024)])
     placement = admission.memory.placement(job.checkpoint)
     assert not placement.shared
@@ -397,6 +399,20 @@ def test_main_memory_must_hold_what_is_streamed_once_for_all_ranks(monkeypatch):
     message = r"wan2\.2-t2v-a14b: 5\d\.\d GB of main memory needed for weights that GPUs lack room for, 50\.0"
     with pytest.raises(InputError, match=message):
         gpus.check_waiting([folder])
+
+
+def test_main_memory_must_hold_arenas_beside_what_is_streamed(monkeypatch):
+    folder = CONFIGS / "wan2.2-t2v-a14b"
+    alone = (Gpu("a GPU", 24 * GB, frozenset()),) * 4
+    gpus = GpuMemory(devices=Devices("cuda", 4, alone), has_random_weights=True)
+    streamed = gpus.placement(folder).streamed_bytes
+    monkeypatch.setattr(memory, "available_bytes", lambda: streamed + gpus.arenas_on_host)
+    assert gpus.check_waiting([folder]) == streamed
+    monkeypatch.setattr(memory, "available_bytes", lambda: streamed + gpus.arenas_on_host - 1)
+    with pytest.raises(InputError, match=r"GPUs lack room for and 4\.\d GB for exchanges, "):
+        gpus.check_waiting([folder])
+    gpus.is_loaded = True  # and has pinned them
+    assert gpus.check_waiting([folder]) == streamed
 
 
 def test_main_memory_must_hold_what_is_streamed_of_all_models_that_take_turns(monkeypatch):

@@ -113,7 +113,7 @@ class Devices:
         return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
 
 
-_NO_LINK = "--link limits exchanges through main memory only (--transport host)"
+_NO_LINK = "--link limits exchanges through main memory only (docs/install.md)"
 
 
 def choose_devices(
