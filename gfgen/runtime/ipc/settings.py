@@ -21,9 +21,9 @@ and v of half of the heads, 251 MB; in a ring, with both branches of guidance in
 tokens, 335 MB; and two other kinds of groups, with two banks for each."""
 
 HOST_PLAN = ArenaPlan(data_bytes=1024 * MIB, post_bytes=4 * MIB)
-"""Where not all GPUs reach each other: 1.1 GiB of pinned main memory for each, and of each that reaches another.
-Keys and values of 27,280 tokens in a torus of two, 168 MB, are one exchange, also where there are three kinds of
-groups (cfg 2 x torus 2)."""
+"""1.1 GiB of pinned main memory for each GPU where not all reach each other, and of GPUs that reach others.
+Keys and values of 27,280 tokens in a torus of two, 168 MB, are one exchange, also where there are three kinds
+of groups (cfg 2 x torus 2)."""
 
 SIDE_BYTES = 256 * MIB
 """On each GPU, in addition to its arena: half for arriving and half for departing state. Twice the state of a
