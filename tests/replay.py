@@ -71,6 +71,7 @@ def replay(
             closes_s=header["closes_s"],
             resident=header.get("resident"),
             islands=header.get("islands"),
+            near=header.get("near"),
             batch=header.get("batch", 1),
             reads_s=header.get("reads_s", {}),
             first_use_s=header.get("first_use_s", 0.0),

@@ -160,6 +160,21 @@ def test_record_made_in_one_slot_is_replayed_in_another(
     assert [(each.num_records, each.num_replays) for each in recorders] == [(1, 2)] * size
 
 
+def test_a_record_over_peer_memory_is_not_replayed_over_main_memory(wan: Any) -> None:
+    recorders = [ImitationRecorder() for _ in range(2)]
+
+    def program(parallel: Parallel) -> torch.Tensor:
+        of = Graphs(recorders[parallel.sequence.slot], CPU)
+        recorded(of, wan, wan_inputs(), place(2, parallel.sequence.slot), is_known=True)
+        parallel.sequence.is_far = True  # type: ignore[misc]
+        with active(parallel):
+            return of(wan, wan_inputs())
+
+    found = on_ranks(2, program)
+    assert all(map(torch.equal, found, on_ranks(2, evaluated(wan, wan_inputs()))))
+    assert [(each.num_records, each.num_replays) for each in recorders] == [(1, 0)] * 2
+
+
 def test_rank_alone_has_records_too(wan: Any) -> None:
     of = Graphs(recorder := ImitationRecorder(), CPU)
     record_alone(of, wan, wan_inputs())

@@ -92,6 +92,15 @@ def step(job: Any, layout: Layout = ALONE, number: int = 0, *, num_jobs: int = 1
     return [RankTask(message, job, job.start.trajectory.task(number + 2))] * num_jobs
 
 
+def test_in_every_slot_ranks_that_reach_this_one_are_around_it() -> None:
+    forwards = Forwards({}, None, rank=1, unentered=None, near=(0,))  # type: ignore[arg-type]
+    message = WarmUp(0, None, "", in_own_slot=False)  # type: ignore[arg-type]
+    pairs = [layout.ranks for layout in forwards._layouts(message, [(1, 2, 1)])]
+    assert pairs == [(0, 1), (1, 0)]
+    wide = [layout.ranks for layout in forwards._layouts(message, [(1, 2, 1, 2)])]
+    assert wide == [(0, 1, 2, 3), (2, 3, 1, 0), (2, 3, 0, 1), (1, 0, 2, 3)]
+
+
 def test_warm_up_rehearses_and_records_every_slot_of_its_layouts(adapters: dict[str, Any]) -> None:
     """A CPU's forwards are launch-bound, so that each of them is recorded."""
     job = rank_job(adapters, "tiny-qwen-image")

@@ -318,8 +318,10 @@ class CudaEndpoint:
     def _write_context(self) -> None:
         context = Context(plan=self.plan.as_native(), rank=self.rank)
         for rank, arena in self.arenas.items():
-            context.base[rank], context.inbox[rank] = arena.address, self._inbox(rank).address
+            context.base[rank] = arena.address
             context.incarnation[rank] = self.incarnations[rank]
+        for rank in range(native.MAX_RANKS):  # also of ranks that are replaced before they were there
+            context.inbox[rank] = self._inbox(rank).address
         context.aborted_through = self.control.aborted_through
         context.record = self.control.record
         self.driver.write(self.context, bytes(context))
