@@ -16,7 +16,7 @@ def policy(snapshot: Snapshot, *, images: int = 0, degree: int = 1) -> list[Deci
     decisions: list[Decision] = []
     for views, has_videos in parts:
         ranks = {view.rank for view in views}
-        sets = snapshot.costs.sets([view.rank for view in views])
+        sets = snapshot.costs.sets([view.rank for view in views], len(views))
         part = replace(
             snapshot,
             open={name: job for name, job in snapshot.open.items() if _is_video(job) == has_videos},
