@@ -25,7 +25,7 @@ from gfgen.gfc.arena import ArenaPlan, map_memory
 from gfgen.gfc.cuda import device_group
 from gfgen.gfc.cuda.device_arena import ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, arena_bytes
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState
-from gfgen.gfc.cuda.kernels import Context
+from gfgen.gfc.cuda.kernels import AWAIT, COPY, PUBLISH, Chunk, Context
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.descriptor import Descriptor
 
@@ -54,6 +54,9 @@ extern "C" void run_enter(uint64_t context, const Descriptor* group, uint64_t ti
     launch(grid, block, [=] { gfc_##name(*exchange); }); \\
   }
 RUN(staged) RUN(exchange) RUN(flagged) RUN(flagged_dense)
+extern "C" void run_transfer(const Chunk* chunk, int is_sender) {
+  launch(1, 32, [=] { is_sender != 0 ? gfc_send(*chunk) : gfc_recv(*chunk); });
+}
 """
 
 
@@ -133,7 +136,7 @@ class EmulatedEndpoint:
             context.inbox[each] = of_near[rank] if each in of_near else self.own
         context.aborted_through = self.own + ABORTED_THROUGH_OFFSET
         context.record = self.own + FAILURE_OFFSET
-        self._context, self._enter = context, loaded.run_enter
+        self._context, self._enter, self._transfer = context, loaded.run_enter, loaded.run_transfer
         self.context = ctypes.addressof(context)
         self.failed = c_uint32.from_address(self.own + FAILURE_OFFSET)
 
@@ -150,6 +153,17 @@ class EmulatedEndpoint:
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self._results + offset)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def move(self, x: torch.Tensor, peer: int, dispatch: int, *, is_sender: bool) -> None:
+        """Send a tensor, or receive one into it, by chunks."""
+        total, limit = x.numel() * x.element_size(), self.plan.post_bytes
+        for at in range(0, total, limit):
+            size, steps = min(limit, total - at), AWAIT | COPY | PUBLISH
+            chunk = Chunk(
+                self.context, x.data_ptr() + at, size, dispatch, 20 * 10**9, at // limit, peer, 0, steps
+            )
+            self._transfer(ctypes.byref(chunk), int(is_sender))
+        assert not self._context.edges.broken[peer]
 
     def stream(self) -> int:
         return 0
@@ -175,7 +189,7 @@ class _Kernels(SimpleNamespace):
 def _choose(*, pair_bytes: int, dense_unit_bytes: int, **_: object) -> KernelChoice:
     """Blocks run in turn, so none may wait for a later one."""
     is_flagged = dense_unit_bytes >= MIN_FLAGGED_UNIT and pair_bytes <= 2048
-    return KernelChoice("flagged", 16) if is_flagged else KernelChoice("threads", 2, in_turn=True)
+    return KernelChoice("flagged", 4) if is_flagged else KernelChoice("threads", 2, in_turn=True)
 
 
 def use_emulated_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from gfgen.models.parallel.shared_attention import shared_attention
 PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 _FORK = multiprocessing.get_context("fork")
 LIMIT_S = 120
+PAIRS = ((0, 1), (2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +169,11 @@ def test_every_byte_arrives_whatever_the_sizes_and_strides(
     assert on_ranks(library, size, program, slice_bytes=slice_bytes) == [[]] * size
 
 
-@pytest.mark.parametrize("near", [(), ((0, 1), (2, 3))], ids=["apart", "pairs"])
-@pytest.mark.parametrize("degrees", [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "near"),
+    [((1, 1, 1, 2), ()), ((1, 1, 2, 2), ()), ((1, 2, 1, 2), ()), ((1, 2, 1, 2), PAIRS)],
+    ids=str,
+)
 def test_a_torus_gives_the_same_bits_over_any_memory(
     library: Path, degrees: tuple[int, ...], near: Sequence[Sequence[int]]
 ) -> None:
@@ -195,9 +199,6 @@ def test_a_torus_gives_the_same_bits_over_any_memory(
 
 def _never(*_: object) -> torch.Tensor:
     raise AssertionError
-
-
-PAIRS = ((0, 1), (2, 3))
 
 
 def test_random_layouts_over_pairs_and_across_them_end_with_the_right_bytes(library: Path) -> None:
@@ -229,6 +230,25 @@ def test_random_layouts_over_pairs_and_across_them_end_with_the_right_bytes(libr
         return wrong
 
     assert on_ranks(library, 4, program, near=PAIRS) == [[]] * 4
+
+
+def test_transfers_arrive_inside_a_pair_and_across_pairs(library: Path) -> None:
+    sizes = (1, 700, 5 * PLAN.post_bytes + 3)
+    routes = [(0, 1), (0, 2), (2, 1), (1, 0), (2, 0)]
+
+    def program(endpoint: EmulatedEndpoint) -> list[tuple[int, int, int]]:
+        wrong = []
+        for number, (source, target) in enumerate(routes, 1):
+            for size in sizes:
+                x, own = tensor((size,), torch.uint8, number + size), endpoint.rank
+                if own == source:
+                    endpoint.move(x, target, number, is_sender=True)
+                elif own == target:
+                    endpoint.move(got := torch.zeros_like(x), source, number, is_sender=False)
+                    wrong += [] if torch.equal(got, x) else [(source, target, size)]
+        return wrong
+
+    assert on_ranks(library, 3, program, near=PAIRS) == [[]] * 3
 
 
 @pytest.mark.parametrize("near", [(), PAIRS], ids=["apart", "pairs"])

@@ -47,7 +47,7 @@ class CudaRanks:
         num_devices: int = 0,
         near: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._near = near and {rank: {*each} - {rank} for each in near for rank in each}
+        self._near = {rank: frozenset(each) - {rank} for each in near for rank in each} if near else None
         self.num_devices = num_devices or num_ranks
         self.ranks_per_device = -(-num_ranks // self.num_devices)
         self.plan, self.timeout_s = plan, self.ranks_per_device * timeout_s
@@ -150,7 +150,7 @@ class CudaRanks:
 
     def _start(self, rank: int) -> None:
         (ours, theirs), number = _SPAWN.Pipe(), self.incarnations[rank]
-        near = None if self._near is None else frozenset(self._near[rank])
+        near = None if self._near is None else self._near[rank]
         setup = _Setup(self.plan, rank, rank % self.num_devices, number, self.timeout_s, near)
         process = _SPAWN.Process(target=_serve, args=(theirs, setup), daemon=True)
         process.start()
