@@ -110,8 +110,8 @@ def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, 
 def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
     """Say which shapes of other diffusers pipelines the profile lacks; None if it has all of them."""
     seen = {(row.model, row.shape) for row in profile.rows if row.stage is Stage.DENOISE}
-    nominal = [job for job in jobs if job.has_nominal_flops]
-    unseen = {job.shape: None for job in nominal if (job.model_in(profile.models), job.shape) not in seen}
+    known, nominal = profile.models, [job for job in jobs if job.has_nominal_flops]
+    unseen = {job.shape: None for job in nominal if (job.model_in(known), job.shape) not in seen}
     if not unseen:
         return None
     named = ", ".join(list(unseen)[:MAX_NAMED]) + (", ..." if len(unseen) > MAX_NAMED else "")
@@ -125,7 +125,8 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
     gpu = gpu_name()
     is_of_gpu = gpu is not None and is_named(profile.device, gpu)
     is_here = not is_shipped and (is_of_gpu or profile.device == cpu_name())
-    models = {job.model_in(profile.models) for job in jobs}
+    known = profile.models
+    models = {job.model_in(known) for job in jobs}
     found = {row.basis for row in profile.rows if row.model in models}
     notes = ["scaled from another machine, not measured"]
     if "measured" in found:

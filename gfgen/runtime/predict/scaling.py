@@ -92,7 +92,7 @@ def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
     """The speed from steps that runs measured with all ranks busy; None if there are none of these models."""
     table, ratios = CostTable(profile), []
     for row in rows:
-        if row.model in profile.models and row.stage is Stage.DENOISE and row.loaded_s is not None:
+        if row.model in table.models and row.stage is Stage.DENOISE and row.loaded_s is not None:
             work = TaskWork(row.flops, row.state_bytes)
             found = table.task(row.model, row.shape, row.stage, row.degrees, work)
             if found is not None and found.seconds > 0:
