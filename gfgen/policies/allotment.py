@@ -68,7 +68,7 @@ class _RankClaims:
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
         self._decodes_end_s: dict[int, float] = {}
-        """Of claimed ranks, which another job may have after that."""
+        """Of ranks that got a decode in this turn, which another job may have after that."""
         self._held_until_s: dict[int, float] = {}
         self._kept: set[int] = set()
         """Ranks whose running job continues there."""
@@ -100,10 +100,7 @@ class _RankClaims:
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             own = running.layout.ranks
-            if running.task.stage is Stage.DECODE:
-                self._decodes_end_s |= dict.fromkeys(own, running.predicted_end_s)
-            else:
-                self._kept.update(own)
+            self._kept.update(own)
             num_more = self._claim(job, wanted) - len(own)
             if num_more >= 0:
                 sets = self._snapshot.costs.sets(self._living, len(own) + num_more)

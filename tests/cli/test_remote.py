@@ -146,6 +146,30 @@ def test_the_status_of_a_killed_run_counts_each_job_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("statuses", "begins_after_s", "num_left"),
+    [(("done", "again"), -5.0, 4), (("done", "failed"), 0.2, 3)],
+    ids=["a filter wants one again", "all others ended in the second before"],
+)
+def test_the_status_of_a_stopped_run_counts_all_jobs_that_are_left(
+    tmp_path, statuses, begins_after_s, num_left
+):
+    at = datetime(2026, 11, 27, 11, tzinfo=UTC)
+    lines = [
+        {"version": 1, "id": f"ended-{n}", "status": status, "written_at": f"{at:%Y-%m-%dT%H:%M:%SZ}"}
+        for n, status in enumerate(statuses)
+    ]
+    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    started_at = at.timestamp() + begins_after_s
+    names = ["left-0", "left-1", "left-2"] + ["ended-0", "ended-1"] * (begins_after_s < 0)
+    arrivals = [{"event": "JobArrived", "time_s": 0.0, "job_id": name, "spec_hash": "x"} for name in names]
+    journal = [{"gfgen_journal": 2, "started_at": started_at}, *arrivals]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(each) + "\n" for each in journal))
+    write_live(tmp_path, {"state": "stopped", "started_at": started_at, "counts": {"jobs": len(names)}})
+    found = json.loads(gfgen("status", str(tmp_path), "--json").stdout)["counts"]
+    assert (found["waiting"], found["jobs"]) == (num_left, 5)
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         (None, "nothing runs below ./outputs"),

@@ -177,7 +177,7 @@ def test_a_step_waits_for_the_ranks_of_a_short_decode(decode_work_s, has_waited)
     assert placed(triage(picture, degree=2)) == {"first": (0,)} | ({} if has_waited else {"long": (1,)})
     running = RunningTask(first.next_task, Layout.single(0), decode_work_s / 10)
     ranks = (replace(picture.ranks[0], can_take=False, free_at_s=decode_work_s / 10), picture.ranks[1])
-    later = replace(picture, open={"long": long}, busy={"first": first}, running=(running,), ranks=ranks)
+    later = replace(picture, open={"long": long}, running=(running,), ranks=ranks)
     assert placed(triage(later, degree=2)) == ({} if has_waited else {"long": (1,)})
 
 

@@ -220,13 +220,14 @@ class RunFolder:
         last: Mapping[str, Any] = record or {"state": "ended"}
         of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
         journal = self._folder / JOURNAL_NAME
-        num_ended, counts = lines.counts(since=begun_at - 1).total(), lines.counts()
+        ended, counts = lines.counts(since=begun_at - 1), lines.counts()
         is_open = record is not None and last["state"] != "ended"
-        may_differ = counts.total() > num_ended or last.get("watched") is not None
+        num_later = lines.counts(since=begun_at).total()  # certainly in this run
+        may_differ = counts.total() > num_later or last.get("watched") is not None
         left_here = (
             left_ids(journal, lines, is_last=True) if is_open and may_differ else lines.ids_with("again")
         )
-        left = max(len(left_here), of_run.get("jobs", 0) - num_ended)
+        left = max(len(left_here), of_run.get("jobs", 0) - ended.total() + ended["again"])
         counts -= Counter(line["status"] for job_id in left_here if (line := lines.get(job_id)) is not None)
         counts.pop(SIMULATED, None)
         if record is None and not counts:
