@@ -35,8 +35,8 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Degrees, Layout
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import sets_of
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.links import sets_of
 from gfgen.runtime.predict.profile_file import NO_PROFILE, Profile, ProfileRow, interquartile_range
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView

@@ -403,7 +403,8 @@ class GpuMemory(HostMemory):
             placement = self.placement(path)  # models that take turns keep their copies
             total += 0 if placement.is_on_disk else placement.streamed_bytes
             if available is not None and total + arenas > available:
-                of_arenas = f" and {size_in_words(arenas)} for exchanges" if arenas else ""
+                exchanges = f"{size_in_words(arenas)} for exchanges (none with --transport peer)"
+                of_arenas = f" and {exchanges}" if arenas else ""
                 names = ", ".join(model_name(each) for each in sorted(checkpoints))
                 raise InputError(
                     f"{names}: {size_in_words(total)} of main memory needed for weights that GPUs "

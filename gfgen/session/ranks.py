@@ -259,7 +259,7 @@ def ready_pool(
         if not compiler.kept():
             logger.info("compiling kernels first; this takes about 20 s, once per machine")
     if len(near := ranks.devices.near) > 1 and not (ranks.devices.over_host and len(near) == ranks.num_ranks):
-        way = "through main memory" if ranks.devices.over_host else "not at all (--transport peer)"
+        way = "through main memory" if ranks.devices.over_host else "not at all"
         logger.info("ranks with peer access: %s; others exchange %s", "; ".join(map(str, near)), way)
     settings = replace(
         ranks.settings,

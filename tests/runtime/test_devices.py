@@ -186,6 +186,20 @@ def test_gpus_that_do_not_reach_each_other_are_apart():
     assert reaching({1, 2}, {0}, {0}).near == ((0, 1), (2,))  # not all of three reach each other
 
 
+@pytest.mark.parametrize(
+    ("peers", "islands"),
+    [
+        (({1}, {0}, set()), ((0, 1), (2,))),
+        (({1, 2}, {0, 2}, {0, 1}, set()), ((0, 1, 2), (3,))),
+        (({1}, {0}, {3}, {2}, set()), ((0, 1, 2, 3), (4,))),
+    ],
+)
+def test_gpus_in_sets_of_another_size_share_no_step_and_pin_no_memory_for_it(peers, islands):
+    devices = reaching(*peers)
+    assert devices.islands == islands
+    assert devices.over_host is (len(islands[0]) == 4)
+
+
 def test_pairs_share_steps_over_main_memory_unless_only_peer_memory_may_be_used():
     pairs = [Gpu("a GPU", 10**11, frozenset({each ^ 1})) for each in range(4)]
     found = {each: choose_devices(find=lambda: pairs, transport=each) for each in ("auto", "host", "peer")}
@@ -200,7 +214,7 @@ def test_ranks_that_share_a_gpu_reach_each_other():
     apart = tuple(Gpu("a GPU", 100, frozenset()) for _ in range(2))
     options = {"ranks_per_gpu": 2, "find": lambda: apart, "num_ranks": 4}
     assert choose_devices(transport="peer", **options).islands == ((0, 2), (1, 3))
-    assert choose_devices(**options).islands == ((0, 1, 2, 3),)
+    assert choose_devices(**options).islands == ((0, 2, 1, 3),)
     assert choose_devices(**options).near == ((0, 2), (1, 3))
     alone = choose_devices(ranks_per_gpu=4, find=lambda: apart[:1])
     assert alone.islands == ((0, 1, 2, 3),)

@@ -11,6 +11,7 @@ from builders import Recorder, make_job, with_limits
 from gfgen.graph import Stage
 from gfgen.layout import ALONE, Layout, Limits
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.core.devices import sets_of
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.links import (
     DEFAULT_BYTES_PER_S,
@@ -18,7 +19,6 @@ from gfgen.runtime.predict.links import (
     host_bytes_per_s,
     keep_links,
     links_path,
-    sets_of,
 )
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.simulation import simulate

@@ -409,7 +409,9 @@ def test_main_memory_must_hold_arenas_beside_what_is_streamed(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: streamed + gpus.arenas_on_host)
     assert gpus.check_waiting([folder]) == streamed
     monkeypatch.setattr(memory, "available_bytes", lambda: streamed + gpus.arenas_on_host - 1)
-    with pytest.raises(InputError, match=r"GPUs lack room for and 4\.\d GB for exchanges, "):
+    with pytest.raises(
+        InputError, match=r"GPUs lack room for and 4\.\d GB for exchanges \(none with --transport peer\), "
+    ):
         gpus.check_waiting([folder])
     gpus.is_loaded = True  # and has pinned them
     assert gpus.check_waiting([folder]) == streamed

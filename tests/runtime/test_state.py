@@ -4,7 +4,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from builders import make_job, simulated_control, with_limits
+from builders import make_job, with_limits
 
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
@@ -226,15 +226,6 @@ def test_a_job_whose_time_was_up_when_its_frames_were_lost_is_not_decoded_again(
     assert not list(cluster.state.apply(events.JobTimedOut(5.0, "a"))), "its file is being written"
     (outcome,) = cluster.state.apply(events.FramesLost(9.0, "a", "no room", lost=True))
     assert outcome.error == "timed out 5 s after its arrival"
-
-
-@pytest.mark.parametrize(
-    ("near", "most"),
-    [(((0, 1), (2, 3)), 4), (((0,), (1,), (2,), (3,)), 4), (((0, 1), (2,), (3,)), 2), (None, 4)],
-)
-def test_a_task_has_as_many_ranks_as_sets_of_one_size_have(near, most):
-    control, _ = simulated_control([make_job("a")], num_ranks=4, near=near)
-    assert control.state.max_degree == most
 
 
 def test_state_goes_to_another_island_by_way_of_main_memory():

@@ -30,7 +30,6 @@ from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.runtime.predict.cost import CostModel, JobCosts
-from gfgen.runtime.predict.links import sets_of
 from gfgen.snapshot import Decision, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,8 @@ class State:
         self.closing = Closing(start, costs, self.jobs.records)
         self.shares = Shares()
         self.sharing = Sharing(self.jobs.records, costs)
-        sets = near = self.ranks.islands
-        if start.near is not None:
-            near = tuple(map(tuple, start.near))
-            sets = sets_of(range(start.num_ranks), near, MAX_RANKS)
-        self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, sets)))
+        self.max_degree = start.max_degree or min(MAX_RANKS, max(map(len, self.ranks.islands)))
+        near = tuple(map(tuple, start.near or self.ranks.islands))
         self._job_costs = JobCosts(self.jobs.records, costs, near=near)
         self.expects_more = False  # jobs may still be added: that all have ended does not finish the run
         self.backlog = Backlog()

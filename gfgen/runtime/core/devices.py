@@ -81,13 +81,14 @@ class Devices:
 
     @property
     def over_host(self) -> bool:
-        """Whether ranks exchange through main memory, so that all of them can share a step."""
-        return self.transport == "host" or (self.transport == "auto" and len(self.near) > 1)
+        """Whether ranks exchange through main memory, where steps can cross it."""
+        return self.transport == "host" or len(self.islands) < len(self.near)
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange with each other. A layout stays within one."""
-        return (tuple(range(self.num_ranks)),) if self.over_host else self.near
+        near = self.near  # of other sizes than the largest stay alone
+        return near if self.transport == "peer" else sets_of(range(self.num_ranks), near, MAX_RANKS)
 
     @property
     def near(self) -> tuple[tuple[int, ...], ...]:
@@ -111,6 +112,21 @@ class Devices:
         one, two = rank % len(self.gpus), other % len(self.gpus)
         pairs = () if one == two else ((one, two), (two, one))
         return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
+
+
+def sets_of(
+    ranks: Sequence[int], near: Sequence[Sequence[int]], degree: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """These ranks, cut into sets that a layout of `degree` can be taken from, its ranks in a row.
+
+    near: sets of ranks that reach each other's memory. For a layout of more ranks whole ones are together.
+    """
+    size = max(map(len, near))
+    found = [tuple([rank for rank in ranks if rank in each]) for each in near]
+    together = tuple([rank for each in found if len(each) == size for rank in each])
+    if size == 1 or (degree > size and len(together) > size):
+        return (together, *[each for each in found if 0 < len(each) < size])
+    return tuple(filter(None, found))
 
 
 _NO_LINK = "--link limits exchanges through main memory only (docs/install.md)"

@@ -25,8 +25,9 @@ from typing import Any, Protocol
 from gfgen.graph import FIRST_STEP, STEPS, Stage, Task
 from gfgen.layout import ALONE, MAX_RANKS, Degrees, Layout, Limits, with_torus
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import sets_of
 from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
-from gfgen.runtime.predict.links import exposed_s, sets_of
+from gfgen.runtime.predict.links import exposed_s
 from gfgen.runtime.predict.profile_file import IN_BATCHES, NO_PROFILE, Profile, interquartile_range
 from gfgen.snapshot import Arrangement
 

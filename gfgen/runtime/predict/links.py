@@ -33,21 +33,6 @@ def exposed_s(limits: Limits, degrees: Degrees, step_s: float) -> float:
     return max(exchange_s - _HIDDEN * limits.attention * step_s, _SHOWN * exchange_s)
 
 
-def sets_of(
-    ranks: Sequence[int], near: Sequence[Sequence[int]], degree: int = 1
-) -> tuple[tuple[int, ...], ...]:
-    """These ranks, cut into sets that a layout of `degree` can be taken from, its ranks in a row.
-
-    near: sets of ranks that reach each other's memory. For a layout of more ranks whole ones are together.
-    """
-    size = max(map(len, near))
-    found = [tuple([rank for rank in ranks if rank in each]) for each in near]
-    together = tuple([rank for each in found if len(each) == size for rank in each])
-    if size == 1 or (degree > size and len(together) > size):
-        return (together, *[each for each in found if 0 < len(each) < size])
-    return tuple(filter(None, found))
-
-
 def links_path(device: str) -> Path:
     return cache_dir() / f"links-{file_stem(device)}.json"
 
