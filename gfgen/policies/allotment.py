@@ -84,7 +84,7 @@ class _RankClaims:
         wanted = self._claim(job, wanted)
         near = self._near(job, wanted)
         unheld = self._unheld_of(near)
-        if (ready_s := self._better_later(job, wanted, near, num_unheld=len(unheld))) is not None:
+        if (ready_s := self._better_later(job, wanted, near, unheld)) is not None:
             self._hold(wanted, ready_s, near)
             return []
         ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), unheld)
@@ -125,10 +125,10 @@ class _RankClaims:
         return Decision(self._chosen(job, layout), layout)
 
     def _better_later(
-        self, job: JobView, wanted: int, near: Collection[int], *, num_unheld: int
+        self, job: JobView, wanted: int, near: Collection[int], unheld: list[int]
     ) -> float | None:
-        """When all ranks for a step are free; None if the step should not wait for them."""
-        num_missing = wanted - num_unheld
+        """When all ranks for a step are free; None if the step should not wait for them, or has waited."""
+        num_missing = wanted - len(unheld)
         if num_missing <= 0 or job.next_task.stage not in (Stage.DENOISE, Stage.REFINE):
             return None
         now_s = self._snapshot.now_s
@@ -141,8 +141,9 @@ class _RankClaims:
             return None
         ready_s = sorted(ends_s)[num_missing - 1]
         wide_s = step_s(self._snapshot, job, wanted)
-        narrow_s = step_s(self._snapshot, job, power_of_two(num_unheld))
-        is_soon = ready_s - now_s <= WAIT_SHARE * wide_s and ready_s + wide_s < now_s + narrow_s
+        narrow_s = step_s(self._snapshot, job, power_of_two(len(unheld)))
+        idle_s = min(now_s, max(view.free_at_s for view in self._snapshot.ranks if view.rank in unheld))
+        is_soon = ready_s - idle_s <= WAIT_SHARE * wide_s and ready_s + wide_s < now_s + narrow_s
         return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:

@@ -181,6 +181,19 @@ def test_a_step_waits_for_the_ranks_of_a_short_decode(decode_work_s, has_waited)
     assert placed(triage(later, degree=2)) == ({} if has_waited else {"long": (1,)})
 
 
+@pytest.mark.parametrize(("idle_since_s", "has_waited"), [(0.0, False), (-0.4, False), (-0.5, True)])
+def test_a_step_waits_for_a_quarter_of_its_length_however_many_decodes_follow_each_other(
+    idle_since_s, has_waited
+):
+    """A step of `long` on two ranks takes 2 s; the decode on rank 0 ends in 50 ms."""
+    long = view("long", remaining_s=40, deadline_s=200)
+    picture = four_ranks(long, free=(1,))
+    busy = replace(picture.ranks[0], free_at_s=0.05)
+    idle = replace(picture.ranks[1], free_at_s=idle_since_s)
+    picture = replace(picture, ranks=(busy, idle), max_degree=2)
+    assert placed(triage(picture, degree=2)) == ({"long": (1,)} if has_waited else {})
+
+
 ISLANDS = ((0, 1), (2, 3))
 
 
