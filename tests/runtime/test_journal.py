@@ -1,3 +1,5 @@
+import errno
+import mmap
 import os
 
 import pytest
@@ -136,6 +138,21 @@ def test_arrivals_of_a_force_are_those_of_its_own_runs(tmp_path):
         journal.close()
     found = {each: first_arrivals(path, forced_from=each)["fox", "hash"] for each in (None, 0, 90)}
     assert found == {None: 101.0, 0: 201.0, 90: 401.0}
+
+
+def test_arrivals_are_found_where_a_file_system_maps_no_files(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header={"started_at": 90.0})
+    journal.append(JobArrived(1.5, "fox", "hash"))
+    journal.close()
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENODEV, "no such device")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert first_arrivals(path) == {("fox", "hash"): 91.5}
+    path.write_bytes(b"")
+    assert first_arrivals(path) == {}
 
 
 def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):

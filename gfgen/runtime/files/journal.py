@@ -146,7 +146,7 @@ def arrivals(
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """The arrivals in a journal, or in its last run, each with the Unix time at which its run started."""
     started_at, is_asked = 0.0, True
-    for entry in _entries(path, b"gfgen_journal", b"JobArrived", start=_last_header(path) if is_last else 0):
+    for entry in _entries(path, b"gfgen_journal", b"JobArrived", is_last=is_last):
         if "gfgen_journal" in entry:
             found = entry.get("started_at")
             started_at = float(found) if isinstance(found, (int, float)) else started_at
@@ -188,34 +188,30 @@ def headers(path: Path) -> Iterator[dict[str, Any]]:
     return _entries(path, _HEADER)
 
 
-def _last_header(path: Path) -> int:
-    """Where the last run begins."""
-    with (
-        contextlib.suppress(OSError, ValueError),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        return max(0, content.rfind(_HEADER))
-    return 0
+def _entries(path: Path, *marks: bytes, is_last: bool = False) -> Iterator[dict[str, Any]]:
+    """The lines with one of these texts, or those of the last run, except those that cannot be read."""
+    content = _content(path)
+    start = max(0, content.rfind(_HEADER)) if is_last else 0
+    places = {mark: content.find(mark, start) for mark in marks}
+    while found := [place for place in places.values() if place >= 0]:
+        begin = content.rfind(b"\n", start, min(found)) + 1 or start
+        end = content.find(b"\n", begin) + 1 or len(content)
+        places |= {mark: content.find(mark, end) for mark, place in places.items() if 0 <= place < end}
+        with contextlib.suppress(ValueError):
+            if isinstance(entry := json.loads(content[begin:end]), dict):
+                yield entry
 
 
-def _entries(path: Path, *marks: bytes, start: int = 0) -> Iterator[dict[str, Any]]:
-    """The lines with one of these texts, except those that cannot be read."""
-    if not path.is_file():  # a device may have no end
-        return
-    with (
-        contextlib.suppress(OSError, ValueError),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        places = {mark: content.find(mark, start) for mark in marks}
-        while found := [place for place in places.values() if place >= 0]:
-            begin = content.rfind(b"\n", start, min(found)) + 1 or start
-            end = content.find(b"\n", begin) + 1 or len(content)
-            places |= {mark: content.find(mark, end) for mark, place in places.items() if 0 <= place < end}
-            with contextlib.suppress(ValueError):
-                if isinstance(entry := json.loads(content[begin:end]), dict):
-                    yield entry
+def _content(path: Path) -> mmap.mmap | bytes:
+    """Nothing if it cannot be read, or may have no end, as a device."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                try:
+                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                except (OSError, ValueError):  # a file system that maps no files, or an empty file
+                    return file.read()
+    return b""
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:
