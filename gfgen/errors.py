@@ -231,16 +231,15 @@ def without_secrets(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that a mistyped one resembles most, or else the only one that ends in it."""
+    """The only known name that ends in a mistyped one, or else the one that it resembles most."""
     import difflib  # 6 ms that only a mistyped name pays
 
     # Comparing takes quadratic time, and a longer name resembles none.
     names = list(known)
-    near = difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)
-    if near:
-        return near[0]
-    longer = [each for each in names if each.endswith(f"_{name}")]  # steps: num_inference_steps
-    return longer[0] if len(longer) == 1 else None
+    longer = [each for each in names if f"_{each}".endswith(f"_{name}")]  # steps: num_inference_steps
+    if len(longer) == 1:
+        return longer[0]
+    return next(iter(difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)), None)
 
 
 def whole(value: object) -> object:

@@ -20,7 +20,7 @@ from builders import read_jobs
 from one_job import parse_job
 from PIL import Image
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
+from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed, nearest
 from gfgen.job import images, reader
 from gfgen.job.fields import FIELDS
 from gfgen.job.reader import ParsedJobs, due_at, passed_deadlines, read_job_stream
@@ -540,6 +540,11 @@ class TestUnknownFields:
     def test_the_nearest_name_is_suggested(self, name: str, meant: str) -> None:
         found = problem(**{name: 1})
         assert (found.field, found.accepted) == (name, f"not a field; did you mean {meant}?")
+
+    def test_a_name_that_another_ends_in_comes_before_one_that_is_alike(self) -> None:
+        assert nearest("steps", ["style", "num_inference_steps"]) == "num_inference_steps"
+        assert nearest("prompt", ["negative_prompt", "prompt"]) == "prompt"
+        assert nearest("scale", ["guidance_scale", "true_cfg_scale", "scales"]) == "scales"
 
     def test_what_a_field_accepts_is_said_once(self) -> None:
         lines = [{"steps": 0}, {"steps": 2000}, {"steps": "7"}, {"frames": 0}, {"steps": 0}]

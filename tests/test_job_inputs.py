@@ -244,6 +244,24 @@ def test_files_and_prompts_are_one_list_whose_lines_name_their_files(tmp_path):
     assert sorted(spec.line for spec in reversed(parsed.specs)) == [spec.line for spec in parsed.specs]
 
 
+def test_a_file_that_cannot_be_read_hides_no_problem_of_the_next_one(tmp_path):
+    (tmp_path / "a.json").write_text('[{"prompt": "a"},')
+    (tmp_path / "b.csv").write_text("text\na fox\n")
+    (tmp_path / "c.jsonl").write_text('{"promt": "a"}\n')
+    problems = list(
+        map(str, read_jobs(*(tmp_path / name for name in ("a.json", "b.csv", "c.jsonl"))).problems)
+    )
+    assert [where in each for where, each in zip(("a.json", "b.csv", "c.jsonl"), problems, strict=True)] == [
+        True
+    ] * 3
+
+
+def test_one_slip_in_the_name_of_the_prompt_is_one_problem(tmp_path):
+    (problem,) = read(tmp_path, "a.jsonl", '{"promt": "a"}').problems
+    assert str(problem) == "line 1: promt: not a field; did you mean prompt?"
+    assert len(read(tmp_path, "a.jsonl", '{"stpes": 4}').problems) == 2
+
+
 def test_a_prompt_alone_is_a_job_like_that_of_a_line(tmp_path):
     (spec,) = read_jobs(prompts=["a fox"], overrides={"steps": 4}).specs
     (line,) = read(tmp_path, "a.jsonl", '{"prompt": "a fox", "steps": 4}').specs

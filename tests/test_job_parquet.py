@@ -46,6 +46,11 @@ def test_named_columns_are_the_only_ones_that_are_read(
     ("table", "columns", "said"),
     [
         ({"caption": ["a"]}, {}, "column caption is not a field of a job; name the columns to read, such as"),
+        (
+            {"caption": ["a"]},
+            {"promt": "caption"},
+            "column promt is not a field of a job; did you mean prompt?",
+        ),
         ({"caption": ["a"]}, {"prompt": "captoin"}, "there is no column captoin; there are caption"),
         ({"prompt": ["a", "b"], "steps": [4, 0]}, {}, "row 2: steps = 0: a whole number from 1"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -47,9 +48,12 @@ def check_jobs(source: JobSource, options: RunOptions) -> int:
 
 
 def report(source: JobSource, options: RunOptions) -> Report:
-    """What a run would do. Raises: InputError for a file or a model."""
-    if options.output_dir.exists():
-        check_records(options.output_dir)
+    """What a run would do. Raises: InputError for a file, a folder or a model."""
+    there = next(each for each in (options.output_dir, *options.output_dir.parents) if os.path.lexists(each))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--output {options.output_dir}: cannot write there; name another folder")
+    if there == options.output_dir:
+        check_records(there)
     claims, now = claims_of(source, options), time.time()
     with _collected() as logged:
         cluster, admission = options.cluster, session_of(options, options.cluster).admission

@@ -167,6 +167,8 @@ def _invoke(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise RunError("too many open files: raise the limit (ulimit -n), then run again") from error
+        if isinstance(error.filename, str) and error.errno in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP):
+            raise InputError(f"{error.filename[:80]}: {error.strerror}") from error
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         raise RunError(f"cannot write: {error.strerror}") from error

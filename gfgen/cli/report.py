@@ -28,6 +28,7 @@ from gfgen.runtime.files.manifest import (
     ManifestLine,
     ended_at,
     of_each_file,
+    read_files,
     read_manifest,
 )
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
@@ -61,6 +62,8 @@ def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) ->
     """
     found = find_traces(traces)
     output = output or Path("timeline.png" if len(found) == 1 else "comparison.png")
+    if output.name in read_files(output.parent / MANIFEST_NAME):
+        raise InputError(f"{output}: is a file of a job; name another --output")
     if len(found) == 1:
         plot_timeline(found[0], output, title=title)
     else:
@@ -84,6 +87,8 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, s
     configure_log("warning")
     found = FolderReport.read(folder)
     sheets = {} if sheet is None else _sheets(found, sheet)
+    page = (output or folder / "report.html") if as_html or output is not None else None
+    _check_free(found, dict.fromkeys(sheets, "--sheet") | ({} if page is None else {page: "--output"}))
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=1))
     else:
@@ -91,14 +96,13 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, s
     for path, shown in sheets.items():
         _write_sheet(path, shown)
         click.echo(f"the sheet is {path}", err=as_json)
-    if not as_html and output is None:
+    if page is None:
         return
-    target = output or folder / "report.html"
     try:
-        target.write_text(found.as_html(target), encoding="utf-8")
+        page.write_text(found.as_html(page), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{target}: cannot be written ({error.strerror}); name another --output") from None
-    click.echo(f"the page is {target}", err=as_json)
+        raise InputError(f"{page}: cannot be written ({error.strerror}); name another --output") from None
+    click.echo(f"the page is {page}", err=as_json)
 
 
 class JobReport:
@@ -249,11 +253,17 @@ def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Pa
     shown = [each for job in found.jobs for each in job.pictures(found.folder)]
     parts = [shown[start : start + MAX_ON_SHEET] for start in range(0, len(shown) or 1, MAX_ON_SHEET)]
     names = [sheet.name] if len(parts) == 1 else [numbered_name(sheet.name, 1 + i) for i in range(len(parts))]
-    sheets = {sheet.with_name(name): part for name, part in zip(names, parts, strict=True)}
-    outputs = {(found.folder / file).resolve(): job.job_id for job in found.jobs for file in job.files}
-    if taken := next((path for path in sheets if path.resolve() in outputs), None):
-        raise InputError(f"{taken}: is a file of job {outputs[taken.resolve()]}; name another --sheet")
-    return sheets
+    return {sheet.with_name(name): part for name, part in zip(names, parts, strict=True)}
+
+
+def _check_free(found: FolderReport, written: Mapping[Path, str]) -> None:
+    """Raises: InputError for a path of a job's file, or of a record of runs."""
+    taken = {found.folder / name: "a record of runs" for name in (MANIFEST_NAME, JOURNAL_NAME)}
+    taken |= {found.folder / file: f"a file of job {job.job_id}" for job in found.jobs for file in job.files}
+    resolved = {path.resolve(): what for path, what in taken.items()}
+    for path, option in written.items():
+        if what := resolved.get(path.resolve()):
+            raise InputError(f"{path}: is {what}; name another {option}")
 
 
 def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:

@@ -100,7 +100,7 @@ class Arguments:
         "Write a timeline for Perfetto or 'gfgen plot'.", type=opt.NamedPath(), cls=opt.RunOnly
     )
     keep_if: str | None = opt.option(
-        "Keep a result if this Python function says so; it may want another seed (docs/unattended.md).",
+        "Keep a result if this Python function says so; it may want another seed (docs/data.md).",
         metavar="MODULE:FUNCTION",
         cls=opt.RunOnly,
     )
@@ -166,7 +166,10 @@ def run(given: Arguments) -> int:
         if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
+            from gfgen.session.filters import find
 
+            if given.keep_if is not None:
+                find(given.keep_if)
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
         with contextlib.ExitStack() as stack:

@@ -59,8 +59,8 @@ def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> 
 
 
 def check_watched(folder: Path, output_dir: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
+    if not os.path.isdir(folder):
+        raise InputError(f"--watch {folder}: is no folder; make one, then put job files into it")
     if resolved(folder) == resolved(output_dir):
         raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
@@ -231,7 +231,7 @@ class StoreOptions:
         if self.shards is None and isinstance(output, Path):
             if given_in(self, "shard_size"):
                 raise click.UsageError("--shard-size goes with --shards, or with -o s3://...")
-            if output.exists():
+            if os.path.exists(output):
                 from gfgen.runtime.publish.publisher import RECORD_NAME  # which new folders do not need
 
                 if (output / RECORD_NAME).exists():

@@ -536,7 +536,8 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
                 refusals[name] = field.refusal(value, str(refused))
     problems = list(_unknown_fields(unknown))
     problems += [refusals[name] for name in FIELDS if name in refusals] if refusals else ()
-    if "prompt" not in values and "prompt" not in refusals:
+    is_misspelt = any(each.accepted.endswith("did you mean prompt?") for each in problems)
+    if "prompt" not in values and "prompt" not in refusals and not is_misspelt:
         problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
     problems += _join_shape(values, mapping)
     problems += _join_image(values, images)

@@ -225,7 +225,7 @@ def decoded_object(line: int, text: str) -> Mapping[str, object] | Problem:
 def _reason(error: ValueError) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return "a number of thousands of digits"  # which Python refuses to convert
-    return f"{error.msg} at column {error.colno}"
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _as_object(line: int, value: object) -> Mapping[str, object] | Problem:
@@ -352,8 +352,9 @@ def _check_column(field: str, column: str, there: list[str]) -> None:
     if column not in there:
         raise ReadingEnded(None, f"there is no column {plain_name(column)}; there are {', '.join(there)}")
     if field not in FIELDS and field not in VARIATION_FIELDS:
-        name = plain_name(field)
-        hint = f"name the columns to read, such as --column prompt={name}"
+        name, hint = plain_name(field), suggestion(field, FIELDS)
+        if field == column or not hint:
+            hint = f"name the columns to read, such as --column prompt={plain_name(column)}"
         raise ReadingEnded(None, f"column {name} is not a field of a job; {hint}")
 
 

@@ -112,7 +112,7 @@ def _opened(file: str) -> Iterator[BinaryIO]:
                 yield stack.enter_context(Path(file).open("rb"))
     except FileNotFoundError:
         raise InputError(
-            f"job file {name}: no such file; name a file of JSON lines, or - for standard input"
+            f"job file {name}: no such file; name a file of JSON lines, - for standard input, or -p PROMPT"
         ) from None
     except IsADirectoryError:
         raise InputError(f"job file {name}: this is a folder; name a file of JSON lines in it") from None
@@ -248,7 +248,8 @@ class _JobList:
             # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
             where = "" if end.line is None else f"{at(end.line)}: "
             self.problems.append(Problem(None, None, None, f"{where}{end.accepted}"))
-            raise _ListEnded from None
+            if len(self.problems) > MAX_PROBLEMS or len(self.specs) + self.num_done >= self.max_jobs:
+                raise _ListEnded from None
         if len(self.specs) + len(self.problems) + self.num_done == num_before:
             accepted = f"no jobs in {source}; write one job per line, such as {EXAMPLE}"
             self.problems.append(Problem(None, None, None, accepted))
@@ -397,6 +398,8 @@ class JobSource:
     def __post_init__(self) -> None:
         if "" in self.files:
             raise InputError("JOBS is empty; name a job file, or - for standard input")
+        if any(len(Path(file).name) > 255 and not is_url(file) for file in self.files):
+            raise InputError("JOBS is too long for a file's name; give a prompt with -p")
         suffixes = [Path(_name_of(file)).suffix.lower() for file in self.files]
         if self.columns and PARQUET_SUFFIX not in suffixes:
             kind = f"job files whose name ends in {PARQUET_SUFFIX}"

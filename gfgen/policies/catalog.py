@@ -12,6 +12,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +113,7 @@ def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
 def _imported(name: str, path: Path | None, option: str) -> Any:
     """The module of this name, or in this file, a user's, which may raise anything."""
     try:
+        sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
         if path is None:
             return importlib.import_module(name)
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -223,10 +224,10 @@ class Models:
     def find(self, name: str) -> ResolvedModel:
         """Raises ModelError when there is no such model, or when it is not loaded."""
         found = self.known.get(name)
-        if not isinstance(found, ResolvedModel) and (self.loaded is None or Path(name).is_dir()):
+        if not isinstance(found, ResolvedModel) and (self.loaded is None or os.path.isdir(name)):
             try:
                 found = self.look_up(name)
-            except ModelError as error:
+            except (ModelError, OSError) as error:  # a path that this user may not look at
                 found = str(error)
             self.known[name] = found
         if isinstance(found, str):

@@ -277,12 +277,16 @@ def serve(connection: Connection) -> None:
         connection.send(judged(judge, connection.recv()))
 
 
-def load(named: str) -> Any:
-    """The function of this name, or an instance of the class. Raises: InputError."""
+def find(named: str) -> Any:
+    """The function or class of this name. Raises: InputError."""
     if ":" not in named:
         raise InputError(f"--keep-if {named}: MODULE:FUNCTION or FILE.py:FUNCTION is accepted")
-    sys.path.append(os.getcwd())
-    found = function_named(named, option="--keep-if")
+    return function_named(named, option="--keep-if")
+
+
+def load(named: str) -> Any:
+    """The function of this name, or an instance of the class. Raises: InputError."""
+    found = find(named)
     try:
         return found() if inspect.isclass(found) else found
     except Exception as error:  # a user's class may raise anything

@@ -437,7 +437,7 @@ def _held_folder(folder: Path) -> Iterator[int]:
     try:
         try_to_write(folder)
     except OSError as error:
-        reason = "this is a file" if folder.is_file() else f"cannot write there ({error.strerror})"
+        reason = "this is a file" if os.path.isfile(folder) else f"cannot write there ({error.strerror})"
         kind = OutputError if error.errno in FULL else InputError
         raise kind(f"--output {folder}: {reason}; name another folder") from None
     try:

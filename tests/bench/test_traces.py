@@ -33,6 +33,16 @@ def test_a_trace_of_gf_dit_keeps_its_sizes_and_counts_what_is_not_mapped() -> No
     assert "left out, since no --map names them: 1 request: M (1)" in found.stderr
 
 
+def test_only_a_file_of_this_command_is_replaced(tmp_path: Path) -> None:
+    mine, made = tmp_path / "mine.jsonl", tmp_path / "made.jsonl"
+    mine.write_text('{"prompt": "a"}\n')
+    words = ("--arrivals", f"{FOLDER}/katz.json", "--map", f"*={IMAGE}", "-o")
+    with pytest.raises(InputError, match=r"mine\.jsonl: exists and is no file of this command"):
+        CliRunner().invoke(cli, ["bench", "workload", *words, str(mine)], obj={}, catch_exceptions=False)
+    assert mine.read_text() == '{"prompt": "a"}\n'
+    assert [workload(*words, str(made)).exit_code for _ in range(2)] == [0, 0]
+
+
 def test_traces_of_katz_have_dates_and_need_a_size() -> None:
     maps = ("--map", f"sdxl-a={IMAGE}", "--map", "*=wan2.2-ti2v-5b,832x480x49")
     jobs = jobs_of(workload("--arrivals", f"{FOLDER}/katz.json", *maps))

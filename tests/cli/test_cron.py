@@ -184,8 +184,8 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
         ([""], "JOBS is empty; name a job file, or - for standard input"),
         (["night.jsonl", "--output", ""], "it is empty; name a path"),
         (["night.jsonl", "--lookahead", "nan"], "nan is not a finite number"),
-        (["--watch", "nowhere"], "--watch nowhere: there is no such folder"),
-        (["--watch", "loop"], "--watch loop: there is no such folder"),
+        (["--watch", "nowhere"], "--watch nowhere: is no folder; make one"),
+        (["--watch", "loop"], "--watch loop: is no folder"),
         (["--watch", ".", "--output", "."], "this is also the output folder"),
         (
             ["night.jsonl", "--output", "night.jsonl"],

@@ -1,5 +1,6 @@
 """The command line without workers: messages, exit codes, and how fast it starts to answer."""
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +27,8 @@ from gfgen.session import memory
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import COMPUTING, OWN_POLICIES, PATCHING, SERVING, VIDEOS, versions
 
+LONG = "x" * 300
+
 
 def gfgen(capsys, *arguments):
     """(exit code, standard output, standard error) of a command."""
@@ -49,7 +52,7 @@ def test_all_problems_of_a_file_are_told_at_once_and_nothing_starts(capsys, job_
     path = job_file('{"prompt": ""}', '{"promt": "a fox"}', '{"prompt": "a fox", "model": "tiny-wann"}')
     code, out, err = gfgen(capsys, "run", path, "--output", "/nonexistent/folder")
     assert (code, out) == (2, "")
-    assert "4 problems; nothing was started" in err
+    assert "3 problems; nothing was started" in err
     assert "line 2: promt: not a field; did you mean prompt?" in err
     assert "did you mean 'tiny-wan'?" in err
 
@@ -72,6 +75,15 @@ def test_what_the_model_cannot_do_is_told_with_the_rest(capsys, job_file, tiny_m
         (["models", "make-tiny", "nowhere", "tiny-cat"], "no tiny model 'tiny-cat'"),
         (["plot", "missing.json"], "missing.json"),
         (["rnu"], "rnu"),
+        (["run", "a red fox " * 40], "too long for a file's name; give a prompt with -p"),
+        (["run", "jobs/batch.jsonl", "--output", LONG], "cannot write there (File name too long)"),
+        (["status", LONG], f"gfgen: {LONG[:80]}: File name too long"),
+        (["plot", LONG], f"gfgen: {LONG[:80]}: File name too long"),
+        (["cancel", "a", "--target", LONG], f"gfgen: {LONG[:80]}: File name too long"),
+        (["run", "--watch", "README.md"], "--watch README.md: is no folder; make one"),
+        (["run", "jobs/batch.jsonl", "--dry-run", "--keep-if", "nomodule:good"], "cannot import nomodule"),
+        (["check", "jobs/batch.jsonl", "--output", "README.md"], "--output README.md: cannot write there"),
+        (["check", "jobs/batch.jsonl", "--output", "README.md/x"], "README.md/x: cannot write there"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arguments, message):
@@ -79,6 +91,22 @@ def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arg
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_path_that_this_user_may_not_look_at_is_one_line(capsys, monkeypatch, job_file):
+    is_dir = Path.is_dir
+
+    def refuse(path, **options):
+        if path.parts[:2] == ("/", "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_dir(path, **options)
+
+    path = job_file('{"prompt": "a fox", "model": "/closed/model"}')
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert gfgen(capsys, "status", "/closed/run") == (2, "", "gfgen: /closed/run: Permission denied\n")
+    code, _, err = gfgen(capsys, "run", path)
+    assert code == 2
+    assert "line 1: model = /closed/model: [Errno 13] Permission denied" in err
 
 
 def test_tiny_models_that_cannot_be_written_say_why(capsys, tmp_path):

@@ -313,10 +313,21 @@ def test_more_pictures_than_fit_become_several_sheets(capsys, folder, monkeypatc
         assert second.width < first.width
 
 
+def test_the_page_replaces_no_record_and_no_file_of_a_job(capsys, folder):
+    kept = {path: path.read_bytes() for path in (folder / "fox.png", folder / "manifest.jsonl")}
+    for path, what in zip(kept, ("a file of job fox", "a record of runs"), strict=True):
+        code, out, err = gfgen(capsys, "report", "out", "-o", str(path))
+        assert (code, out, err) == (2, "", f"gfgen: {path}: is {what}; name another --output\n")
+        assert path.read_bytes() == kept[path]
+    code, _, err = gfgen(capsys, "plot", "trace.json", "-o", "out/fox.png")
+    assert (code, err) == (2, "gfgen: out/fox.png: is a file of a job; name another --output\n")
+
+
 def test_a_sheet_that_cannot_be_is_refused_in_one_line(capsys, folder):
     for name, message in {
         "sheet.doc": "sheet.doc: cannot be written (unknown file extension: .doc); name another --sheet",
         "out/fox.png": "out/fox.png: is a file of job fox; name another --sheet",
+        "out/manifest.jsonl": "out/manifest.jsonl: is a record of runs; name another --sheet",
         "none/sheet.png": "none/sheet.png: cannot be written (No such file or directory)",
     }.items():
         code, _, err = gfgen(capsys, "report", "out", "--sheet", name)

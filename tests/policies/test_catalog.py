@@ -1,4 +1,5 @@
 import re
+import sys
 
 import pytest
 
@@ -111,6 +112,13 @@ def test_a_file_may_hold_several_policies(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def other(snapshot):\n    return []\n")
     assert load_policy(f"{path}:other").decide(None) == []
+
+
+def test_a_module_of_the_current_folder_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "night_shift.py").write_text("def policy(snapshot):\n    return []\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    assert load_policy("night_shift:policy").name == "night_shift:policy"
 
 
 def test_a_file_that_fails_to_import_is_one_line(tmp_path):

@@ -339,7 +339,7 @@ def test_a_folder_has_shards_too(tmp_path: Path) -> None:
     found = {path.name: path for path in sorted(folder.iterdir())}
     assert Counter(ids_in(found, "shard")) == dict.fromkeys(JOBS, 1)
     assert publish(str(folder), folder, shards_of()).published.keys() == set(JOBS)
-    with pytest.raises(InputError, match=r"is the folder of a run with -o .* and --shards webdataset"):
+    with pytest.raises(InputError, match=r"run with -o \S+/out and --shards webdataset"):
         publish(str(folder), folder, shards_of("parquet"))
 
 

@@ -197,6 +197,8 @@ def workload(
         click.echo(about + text, nl=False)
         return
     try:
+        if output.exists() and ", gfgen bench workload\n" not in output.read_text(errors="replace"):
+            raise InputError(f"--output {output}: exists and is no file of this command; name another file")
         output.write_text(about + text)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None

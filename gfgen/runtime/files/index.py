@@ -100,6 +100,7 @@ class ManifestIndex(Observer):
     def _cover(self, file: BinaryIO, start: int) -> int:
         """Note all whole lines from there on; returns where they end."""
         file.seek(start)
+        others = []
         while lines := list(itertools.islice(file, FEW)):
             rows = []
             for line in lines:
@@ -109,10 +110,12 @@ class ManifestIndex(Observer):
                     status = SIMULATED if entry.get(SIMULATED) else entry.get("status")
                     rows.append((entry["id"], start, len(line), status, ended_at(entry)))
                 elif line.strip():
-                    path = self._folder / MANIFEST_NAME
-                    logger.warning("%s: byte %d begins no manifest line; it is ignored", path, start)
+                    others.append(start)
                 start += len(line)
             self._db.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?, ?, ?)", rows)
+        if others:
+            text = "%s/%s: no manifest lines, ignored: %d, from byte %d on"
+            logger.warning(text, self._folder, MANIFEST_NAME, len(others), others[0])
         return start
 
     def get(self, job_id: str, default: Any = None) -> Any:

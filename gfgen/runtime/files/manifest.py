@@ -154,12 +154,15 @@ def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
 
 
 def manifest_lines(content: bytes, path: Path) -> Iterator[ManifestLine]:
-    """Lines of a manifest in their order; those that cannot be read are skipped, with a warning."""
+    """Lines of a manifest in their order; those that cannot be read are skipped, with one warning."""
+    others = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if (entry := entry_of(line)) is not None:
             yield entry
         elif line.strip():
-            logger.warning("%s: line %d is not a manifest line; it is ignored", path, number)
+            others.append(number)
+    if others:
+        logger.warning("%s: no manifest lines, ignored: %d, from line %d on", path, len(others), others[0])
 
 
 def entry_of(line: bytes) -> ManifestLine | None:

@@ -63,7 +63,7 @@ def job_file_name(source: Path | str | None, output_dir: Path) -> str:
     """
     if isinstance(source, str):
         return without_secrets(source)
-    if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
+    if source is None or (os.path.exists(source) and not source.is_file() and not source.is_dir()):
         return STDIN
     return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
 

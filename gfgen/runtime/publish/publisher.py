@@ -88,8 +88,9 @@ class Publisher(Observer):
         self._read_record()  # again, with the folder's lock
         asked = {"output": self.url if is_url(self.url) else ".", "shards": self._shards.kind}
         if self._header and asked.items() - self._header.items():
+            output = self.state if self._header["output"] == "." else self._header["output"]
             raise InputError(
-                f"{self.state} is the folder of a run with -o {self._header['output']} and --shards "
+                f"{self.state} is the folder of a run with -o {output} and --shards "
                 f"{self._header['shards']}; give these, or name another --output and --state"
             )
         if not self._header and read_files(self._manifest):
