@@ -237,9 +237,8 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     # Comparing takes quadratic time, and a longer name resembles none.
     names = list(known)
     longer = [each for each in names if f"_{each}".endswith(f"_{name}")]  # steps: num_inference_steps
-    if len(longer) == 1:
-        return longer[0]
-    return next(iter(difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)), None)
+    near = longer if len(longer) == 1 else difflib.get_close_matches(name[:40], names, n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def whole(value: object) -> object:

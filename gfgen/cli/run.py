@@ -41,6 +41,7 @@ from gfgen.errors import (
 )
 from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
+from gfgen.policies.catalog import function_named
 from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.closing import check_room
 from gfgen.runtime.core.admission import AdmittedJob, arriving_after
@@ -166,10 +167,9 @@ def run(given: Arguments) -> int:
         if given.dry_run:
             assert source is not None
             from gfgen.cli.check import check_jobs
-            from gfgen.session.filters import find
 
             if given.keep_if is not None:
-                find(given.keep_if)
+                function_named(given.keep_if, option="--keep-if")
             return check_jobs(source, options)
         problems: Sequence[Problem] = ()
         with contextlib.ExitStack() as stack:

@@ -303,7 +303,7 @@ class LoraFiles:
         return path, _check_file(path)
 
     def _find(self, name: str, file: str | None) -> Path:
-        path = (self._folder / Path(name).expanduser()).resolve()
+        path = (self._folder / Path(os.path.expanduser(name))).resolve()
         if path.is_dir():
             return path / file if file is not None else _only_file(path)
         if path.exists():

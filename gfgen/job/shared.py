@@ -127,7 +127,7 @@ def parse_loras(texts: Iterable[str]) -> list[dict[str, Any]]:
         number = number_of(scale)
         if not path or isinstance(number, str):
             path, number = text, 1
-        here = Path(path).expanduser().absolute()
+        here = Path(os.path.expanduser(path)).absolute()
         found.append({"path": str(here) if here.exists() else path, "scale": number})
     try:
         if found:

@@ -227,7 +227,7 @@ class Models:
         if not isinstance(found, ResolvedModel) and (self.loaded is None or os.path.isdir(name)):
             try:
                 found = self.look_up(name)
-            except (ModelError, OSError) as error:  # a path that this user may not look at
+            except ModelError as error:
                 found = str(error)
             self.known[name] = found
         if isinstance(found, str):

@@ -81,7 +81,9 @@ class Filter(Afterwards):
     def __init__(
         self, named: str, output_dir: Path, *, most_again: int, limit_s: float, then: Observer | None
     ) -> None:
-        """limit_s: for a call. then: is told of what is kept."""
+        """limit_s: for a call. then: is told of what is kept. Raises: InputError."""
+        if ":" not in named:
+            raise InputError(f"--keep-if {named}: MODULE:FUNCTION or FILE.py:FUNCTION is accepted")
         super().__init__("--keep-if")
         self._named, self._folder, self._then = named, output_dir.absolute(), then
         self._most_again, self._limit_s = most_again, limit_s
@@ -277,16 +279,9 @@ def serve(connection: Connection) -> None:
         connection.send(judged(judge, connection.recv()))
 
 
-def find(named: str) -> Any:
-    """The function or class of this name. Raises: InputError."""
-    if ":" not in named:
-        raise InputError(f"--keep-if {named}: MODULE:FUNCTION or FILE.py:FUNCTION is accepted")
-    return function_named(named, option="--keep-if")
-
-
 def load(named: str) -> Any:
     """The function of this name, or an instance of the class. Raises: InputError."""
-    found = find(named)
+    found = function_named(named, option="--keep-if")
     try:
         return found() if inspect.isclass(found) else found
     except Exception as error:  # a user's class may raise anything

@@ -99,13 +99,13 @@ def free_bytes(folder: Path) -> int:
 def cache_dir() -> Path:
     """Where gfgen keeps what it makes for itself: $GFGEN_CACHE, or gfgen/ in the user's cache folder."""
     if own := os.environ.get("GFGEN_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache").expanduser() / "gfgen"
+        return Path(os.path.expanduser(own))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or home() / ".cache"), "gfgen")
 
 
 def prepared_dirs() -> list[Path]:
     """$GFGEN_PREPARED, which is only read: a folder that `gfgen cache fill` filled, as for a container."""
-    return [Path(own).expanduser()] if (own := os.environ.get("GFGEN_PREPARED")) else []
+    return [Path(os.path.expanduser(own))] if (own := os.environ.get("GFGEN_PREPARED")) else []
 
 
 def locked(path: Path, *, timeout_s: float) -> IO[bytes]:

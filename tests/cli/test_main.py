@@ -18,9 +18,10 @@ from click.shell_completion import ShellComplete
 
 from gfgen.cli import doctor
 from gfgen.cli.main import cli, main
-from gfgen.errors import RunError
+from gfgen.errors import ModelError, RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
+from gfgen.models.families.registry import check_here, check_name
 from gfgen.runtime.core.devices import Devices, Gpu
 from gfgen.runtime.predict import profile_file, profile_store
 from gfgen.session import memory
@@ -93,20 +94,24 @@ def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arg
     assert "Traceback" not in err
 
 
-def test_a_path_that_this_user_may_not_look_at_is_one_line(capsys, monkeypatch, job_file):
-    is_dir = Path.is_dir
+def test_a_path_that_this_user_may_not_look_at_is_one_line(capsys, monkeypatch):
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    def refuse(path, **options):
-        if path.parts[:2] == ("/", "closed"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return is_dir(path, **options)
-
-    path = job_file('{"prompt": "a fox", "model": "/closed/model"}')
     monkeypatch.setattr(Path, "is_dir", refuse)
     assert gfgen(capsys, "status", "/closed/run") == (2, "", "gfgen: /closed/run: Permission denied\n")
-    code, _, err = gfgen(capsys, "run", path)
-    assert code == 2
-    assert "line 1: model = /closed/model: [Errno 13] Permission denied" in err
+
+
+@pytest.mark.parametrize(
+    "model", [LONG, f"{LONG}.safetensors", f"shapes:{LONG}.safetensors", "~nobody-here/x"]
+)
+def test_a_model_whose_path_cannot_be_is_a_problem_of_its_line(capsys, job_file, model):
+    code, _, err = gfgen(capsys, "run", job_file(json.dumps({"prompt": "a fox", "model": model})))
+    assert (code, err.count("\n")) == (2, 2)
+    assert f"\n  line 1: model = {model[:60]}" in err
+    for check in (check_name, check_here):
+        with pytest.raises(ModelError):
+            check(model)
 
 
 def test_tiny_models_that_cannot_be_written_say_why(capsys, tmp_path):

@@ -307,7 +307,7 @@ def test_mistakes_in_the_file_are_those_that_run_tells(gfgen, folder):
     (folder / "wrong.jsonl").write_text('{"promt": "a fox"}\n{"prompt": "b", "model": "tiny-wann"}\n')
     code, _, err = gfgen("simulate", folder / "wrong.jsonl", "--profile", folder / "profile.json")
     assert code == 2
-    assert "3 problems; nothing was started" in err
+    assert "2 problems; nothing was started" in err
     assert "line 1: promt: not a field; did you mean prompt?" in err
     assert "did you mean 'tiny-wan'?" in err
 

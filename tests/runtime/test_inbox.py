@@ -147,7 +147,7 @@ def test_all_problems_of_a_file_are_reported_beside_it_and_nothing_of_it_runs(de
     desk.put("a.jsonl", {"id": "fox", "promt": "a fox"}, OWL, {"id": "cat", "prompt": "a cat", "tag": "no"})
     assert desk.look() == []
     report = (desk.folder / "a.jsonl.errors.txt").read_text().splitlines()
-    assert report[0] == "a.jsonl: 3 problems; no job was started"
+    assert report[0] == "a.jsonl: 2 problems; no job was started"
     assert "line 1: promt: not a field; did you mean prompt?" in report
     assert report[-1] == "line 3: tag = no: is not for this machine"
     assert all(line in caplog.text for line in report)
@@ -322,6 +322,22 @@ def test_a_file_that_is_taken_away_while_it_is_looked_at_is_none(desk, caplog, m
     monkeypatch.setattr(Inbox, "_stat_of", too_late)
     assert desk.look() == []
     assert caplog.text == ""
+
+
+def test_what_goes_wrong_with_one_file_is_a_problem_of_that_file(desk, caplog):
+    """A fault of ours in a file ended the run, and the jobs at work with it."""
+
+    def admit_all_but_foxes(specs):
+        if specs[0].id == "fox":
+            raise RuntimeError("Could not determine home directory.")
+        return admit(specs)
+
+    desk.inbox.admit = admit_all_but_foxes
+    desk.put("a.jsonl", FOX)
+    desk.put("b.jsonl", OWL)
+    assert desk.look() == ["owl"]
+    assert "a.jsonl: RuntimeError: Could not determine home directory." in caplog.text
+    assert "RuntimeError" in (desk.folder / "a.jsonl.errors.txt").read_text()
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again_and_told_once(desk, caplog, monkeypatch):

@@ -227,7 +227,8 @@ def test_a_forced_run_that_is_stopped_goes_on_with_what_a_filter_wants_again(
 )
 def test_a_filter_that_cannot_be_loaded_is_one_line(folder: Path, named: str, said: str) -> None:
     (folder / "broken.py").write_text("class Model:\n    def __init__(self): raise OSError('no weights')\n")
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError) as raised:  # noqa: PT012
+        Filter(named, folder, most_again=0, limit_s=1.0, then=None)
         load(named)
     assert str(raised.value).startswith(said)
     assert "\n" not in str(raised.value)

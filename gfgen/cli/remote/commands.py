@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -225,7 +226,7 @@ def _named(text: str, key: str | None) -> Target:
     from gfgen.cli.remote.folder import RunFolder
     from gfgen.cli.remote.server import Server
 
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if "://" in text or (_ADDRESS.fullmatch(text) and not path.exists()):
         return Server(text if "://" in text else f"http://{text}", key=key)
     if not path.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -216,10 +217,10 @@ def at_hand(name_or_dir: str) -> Path | None:
         raise ModelError(f"a model's name is empty; accepted: {_accepted()}")
     if name_or_dir in PACKAGED:
         return WEIGHTS / name_or_dir
-    path = Path(name_or_dir).expanduser()
-    if single_file.is_single_file(name_or_dir) and not path.is_dir():
+    path = Path(os.path.expanduser(name_or_dir))
+    if single_file.is_single_file(name_or_dir) and not os.path.isdir(path):
         return _assembled(name_or_dir)
-    return path.resolve() if path.is_dir() else None
+    return path.resolve() if os.path.isdir(path) else None
 
 
 def _assembled(name: str) -> Path:
@@ -312,7 +313,7 @@ def _unknown(name: str) -> str:
     if reason := _UNREAD.get(Path(name).suffix.lower()):
         return f"model {name}: {reason}"
     if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
-        there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
+        there = "is a file" if os.path.exists(os.path.expanduser(name)) else "there is no such directory"
         return f"model {name}: {there}; {_accepted()} is accepted"
     near = nearest(name.lower(), MODELS, cutoff=0.5)
     hint = f"did you mean {near!r}? " if near else ""

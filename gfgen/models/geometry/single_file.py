@@ -55,15 +55,15 @@ def is_single_file(name: str) -> bool:
 def split_name(name: str) -> tuple[str | None, Path]:
     """The model in front of the file, if there is one, and the file."""
     base, _, file = name.rpartition(":")
-    if not base or Path(name).expanduser().exists():
-        return None, Path(name).expanduser()
-    return base, Path(file).expanduser()
+    if not base or os.path.exists(os.path.expanduser(name)):
+        return None, Path(os.path.expanduser(name))
+    return base, Path(os.path.expanduser(file))
 
 
 def base_beside(file: Path) -> Path:
     """The directory in diffusers' format that a file lies in. Raises: ModelError if there is none."""
     for folder in file.resolve().parents[:2]:
-        if (folder / "model_index.json").is_file():
+        if os.path.isfile(folder / "model_index.json"):
             return folder
     raise ModelError(
         f"model {file}: no model_index.json in its folder; name the model that its configs and other parts "
@@ -76,7 +76,7 @@ def assemble(file: Path, base: Path, folder: Path) -> Path:
 
     Raises: ModelError if the file is no checkpoint, or `base` does not fit it.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ModelError(f"model {file}: there is no such file")
     index = read_checkpoint(base, with_weights=False).index
     files = _shards(file)

@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.errors import Problem, listed
+from gfgen.errors import Problem, in_one_line, listed
 from gfgen.job.inputs import MAX_FILE_BYTES
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import FRAME, JobSpec, input_files, name_key
@@ -219,7 +219,11 @@ class Inbox(Observer):
         key = (path.name, hashlib.sha256(content).hexdigest())
         if key in self._taken:
             return []
-        jobs, problems = self._judge(path, content)
+        try:
+            jobs, problems = self._judge(path, content)
+        except Exception as error:  # whatever is wrong with one file, the run goes on
+            logger.debug("%s failed", path, exc_info=True)
+            jobs, problems = [], [Problem(None, None, None, in_one_line(error))]
         todo = self._todo(jobs, key)
         at_work = [known.inputs for known in self._known.values() if known.status == "at work"]
         jobs, refused = claim_files(
