@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from commands import gfgen
+
 from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.outputs import read_metadata, write_output
 
@@ -52,7 +54,7 @@ _COMMON = {
     "guidance_scale": 3.0,
     "width": 64,
     "height": 64,
-    "steps": 12,
+    "steps": 8,
     "seed": 5,
 }
 _WORDS = {"frames": "num_frames", "fps": "frame_rate", "steps": "num_inference_steps"}
@@ -64,12 +66,28 @@ def job_of(name: str) -> dict[str, Any]:
     return {"id": name, "model": name, **_COMMON, **_JOBS.get(name, {})}
 
 
-def start(
-    folder: Path, output: str, *, policy: str = "hop.py:hop", jobs: str = "jobs.jsonl"
-) -> subprocess.Popen[str]:
-    """`gfgen run`, which stops at once when it is asked to."""
-    command = ["run", jobs, "--ranks", "2", "--device", "cpu", "--policy", policy]
-    return _gfgen(folder, *command, "--grace", "0", "-o", output)
+def start(folder: Path, output: str, **options: str) -> subprocess.Popen[str]:
+    """`gfgen run` of a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gfgen", *_words(output, **options)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder: Path, output: str, **options: str) -> None:
+    """`gfgen run` from here, whose jobs are all done."""
+    code, _, err = gfgen(folder, *_words(output, **options))
+    assert code == 0, err
+
+
+def _words(output: str, *, policy: str = "hop.py:hop", jobs: str = "jobs.jsonl") -> list[str]:
+    """It stops at once when it is asked to."""
+    words = ["run", jobs, "--ranks", "2", "--device", "cpu", "--policy", policy]
+    return [*words, "--grace", "0", "-o", output]
 
 
 def end(run: subprocess.Popen[str]) -> tuple[int, str]:
@@ -139,14 +157,3 @@ def has_frames(path: Path, frames: Any) -> bool:
         other = Path(apart) / path.name
         write_output(frames, other, fps=_MOVING["fps"], metadata=read_metadata(path) | weights)
         return other.read_bytes() == path.read_bytes()
-
-
-def _gfgen(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "gfgen", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from commands import gfgen
 
 from gfgen.cli.main import main
 from gfgen.runtime.files.lock import hold_folder
@@ -111,9 +112,9 @@ def test_with_json_lines_what_ends_a_run_is_one_of_them(night):
 
 def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
     put(night / "night.jsonl", FOX | {"steps": 1000})
-    code, lines, err = run(night, "night.jsonl", "--until", "1s")
+    code, out, err = gfgen(night, "run", "night.jsonl", "--ranks", "1", "--until", "1s")
     assert code == 0, err
-    assert lines[-1] == "1 job is left: run the same command again to go on"
+    assert out.splitlines()[-1] == "1 job is left: run the same command again to go on"
     assert (night / "outputs/night/manifest.jsonl").read_text() == ""
 
 
@@ -168,7 +169,7 @@ def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
 def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
     (night / "out").mkdir()
     (night / "out" / "journal.jsonl").symlink_to("/dev/full")
-    code, _, err = run(night, "night.jsonl", "--quiet", "-o", "out")
+    code, _, err = gfgen(night, "run", "night.jsonl", "--ranks", "1", "--quiet", "-o", "out")
     assert code == 1
     expected = "gfgen: cannot write out/journal.jsonl: No space left on device; make room, then run the same"
     assert err.startswith(expected)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from commands import gfgen
 from process_tree import descendants_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,21 +30,13 @@ def good(result):
 PATIENCE_S = 120
 
 
+def options(output: str) -> list[str]:
+    words = ["-o", output, "--device", "cpu", "--ranks", "1", "--keep-if", "mine:good"]
+    return [*words, "--on-file", f"echo $GFGEN_JOB_ID >> {output}.files"]
+
+
 def start(folder: Path, output: str, **env: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "gfgen",
-        "run",
-        "jobs.jsonl",
-        "-o",
-        output,
-        "--device",
-        "cpu",
-        "--ranks",
-        "1",
-    ]
-    command += ["--keep-if", "mine:good", "--on-file", f"echo $GFGEN_JOB_ID >> {output}.files"]
+    command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", *options(output)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -62,15 +56,17 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_and_an_interrupted_run_end_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_killed_and_an_interrupted_run_end_as_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "mine.py").write_text(FILTER)
     jobs = [{"id": name, "prompt": "a red circle", "seed": 7} for name in ("kept", "again", "hangs")]
     same = {"size": "64x64", "frames": 1, "steps": 2}
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps({**job, **same}) + "\n" for job in jobs))
 
-    whole = start(tmp_path, "whole")
-    out, _ = whole.communicate(timeout=PATIENCE_S)
-    assert whole.returncode == 0, out
+    code, out, err = gfgen(tmp_path, "run", "jobs.jsonl", *options("whole"))
+    assert code == 0, err
     assert "2 done, 1 dropped" in out
     assert (tmp_path / "whole.files").read_text().split() == ["kept", "again"]
     pictures = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.png")}
@@ -92,10 +88,9 @@ def test_a_killed_and_an_interrupted_run_end_as_an_undisturbed_one(tmp_path: Pat
     assert stopped.returncode == 130, out
     assert "--keep-if has not judged 2 results: run the same command again to go on" in out
 
-    last = start(tmp_path, "out")
-    out, _ = last.communicate(timeout=PATIENCE_S)
-    assert last.returncode == 0, out
-    assert "starting 1 rank" not in out, "all pictures were there"
+    code, _, err = gfgen(tmp_path, "run", "jobs.jsonl", *options("out"))
+    assert code == 0, err
+    assert "starting 1 rank" not in err, "all pictures were there"
     assert (tmp_path / "judged").read_text().split("\n")[:-1] == ["kept 7", "again 7", "again 8", "hangs 7"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")} == pictures
     latest = {line["id"]: line for line in entries(tmp_path / "out")}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pipeline_runs import POLICY, end, has_frames, job_of, own_frames, start, wait_until_partway
+from pipeline_runs import POLICY, end, has_frames, job_of, own_frames, run, start, wait_until_partway
 from small_checkpoints import save_checkpoints
 
 from gfgen.runtime.files.journal import JOURNAL_NAME
@@ -21,7 +21,7 @@ from gfgen.runtime.files.outputs import read_metadata
 torch.set_num_threads(1)
 """As ranks compute."""
 
-STEPS = 12
+STEPS = 8
 COMMON = {"prompt": "a red cat", "size": "64x64", "steps": STEPS}
 FAMILIES = ("FluxPipeline", "CogVideoXPipeline", "HunyuanVideoPipeline", "WanPipeline")
 """Families whose jobs run beside those below."""
@@ -62,24 +62,21 @@ def hashes(output: Path) -> dict[str, list[str]]:
     }
 
 
-def test_a_run_that_was_killed_and_stopped_ends_like_an_undisturbed_one(folder: Path) -> None:
-    code, text = end(start(folder, "calm"))
-    assert code == 0, text
+def test_a_run_that_was_stopped_ends_like_an_undisturbed_one(folder: Path) -> None:
+    run(folder, "calm")
     lines = read_manifest(folder / "calm" / MANIFEST_NAME)
     assert [file["file"] for file in lines["cats"]["outputs"]] == ["cats-1.png", "cats-2.png"]
     assert (lines["moving"]["file"], "outputs" in lines["moving"]) == ("moving.mp4", False)
     assert all(len(set(line["layouts"])) == 2 for line in lines.values()), "steps hop between ranks"
 
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        run = start(folder, "stopped")
-        wait_until_partway(run, folder / "stopped", len(lines))
-        run.send_signal(number)
-        code, text = end(run)
-        assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143}[number], text
+    stopped = start(folder, "stopped")
+    wait_until_partway(stopped, folder / "stopped", len(lines))
+    stopped.send_signal(signal.SIGTERM)
+    code, text = end(stopped)
+    assert code == 143, text
     assert len(list((folder / "stopped" / ".resume").glob("*.state"))) == len(lines), text
     before = num_done(folder / "stopped")
-    code, text = end(start(folder, "stopped"))
-    assert code == 0, text
+    run(folder, "stopped")
     num_tasks = len(lines) * (STEPS + 3)
     assert num_done(folder / "stopped") - before < num_tasks - 2 * len(lines), "it continues where it stopped"
     assert hashes(folder / "stopped") == hashes(folder / "calm")
@@ -116,15 +113,13 @@ def test_the_lines_in_files_run_again_and_give_their_bytes(folder: Path) -> None
     files = ["cats-2.png", "moving.mp4", "FluxPipeline.png"]
     lines = [json.dumps(read_metadata(folder / "calm" / file)) for file in files]
     (folder / "again.jsonl").write_text("\n".join(lines))
-    code, text = end(start(folder, "again", jobs="again.jsonl"))
-    assert code == 0, text
+    run(folder, "again", jobs="again.jsonl")
     before = hashes(folder / "calm")
     assert hashes(folder / "again") == {name: before[name] for name in ("cats", "moving", "FluxPipeline")}
 
 
 def test_two_ranks_share_the_steps_of_a_pipeline(folder: Path) -> None:
-    code, text = end(start(folder, "shared", policy="srtf,degree=2", jobs="two.jsonl"))
-    assert code == 0, text
+    run(folder, "shared", policy="srtf,degree=2", jobs="two.jsonl")
     lines = read_manifest(folder / "shared" / MANIFEST_NAME)
     for line in lines.values():
         assert "[0,1] cfg2" in line["layouts"]

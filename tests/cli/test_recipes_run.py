@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from commands import gfgen
 from safetensors.torch import save_file
 from small_checkpoints import save_checkpoint
 
@@ -49,9 +48,8 @@ def test_a_file_with_six_recipes_runs_at_first_try(tiny_models: Mapping[str, Pat
     (tmp_path / "jobs.jsonl").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
     (tmp_path / "gfgen.toml").write_text(OWN)
     options = ["--ranks", "2", "--device", "cpu", "-o", "out"]
-    command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", *options]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    code, _, err = gfgen(tmp_path, "run", "jobs.jsonl", *options)
+    assert code == 0, err
     lines = read_manifest(tmp_path / "out" / MANIFEST_NAME)
     for job, (recipe, _, _) in zip(jobs, models, strict=True):
         line = lines[str(job["id"])]

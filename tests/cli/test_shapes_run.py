@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import read_jobs
+from commands import gfgen
 from PIL import Image
 from shapes_prompts import ANIMATED, EVERY, PICTURES, VIDEOS
 
@@ -46,9 +47,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         lines.append(asked.job(name, image=f"{name}.png"))
     lines.append({"prompt": PLAIN})
     (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", "--device", "cpu"]
-    ended = subprocess.run([*command, "--output", "out"], cwd=folder, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    code, _, err = gfgen(folder, "run", "jobs.jsonl", "--ranks", "2", "--device", "cpu", "--output", "out")
+    assert code == 0, err
     entries = map(json.loads, (folder / "out/manifest.jsonl").read_text().splitlines())
     return Made(folder / "out", {entry["id"]: entry for entry in entries})
 

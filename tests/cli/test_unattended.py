@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from commands import gfgen
 from serving import free_port
 
 from gfgen.cli.main import main
@@ -209,9 +210,10 @@ def test_commands_work_without_a_home(tmp_path):
     assert err.count("this user has no home") == 5
 
 
-def test_without_a_place_for_temporary_files_the_output_folder_has_them(night):
-    nowhere = "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/nowhere']\n"
-    code, text = run(night, "night.jsonl", "--on-done", "echo done > hook", code=nowhere + GFGEN)
+def test_without_a_place_for_temporary_files_the_output_folder_has_them(night, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    code, _, text = gfgen(night, "run", "night.jsonl", "--ranks", "1", "--on-done", "echo done > hook")
     assert code == 0, text
     assert "no folder for temporary files can be written, so outputs/night has them" in text
     files = {".gfgen.live.json", "fox.mp4", "owl.mp4", "journal.jsonl", "manifest.jsonl"}
