@@ -12,6 +12,7 @@ GPU_PYTHON    := $(or $(wildcard $(BIN)/python),$(PYTHON))
 run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and videos in outputs/batch
 	$(BIN)/gfgen run jobs/batch.jsonl --policy srtf --trace outputs/batch/trace.json
 
+test: export PYTHONDONTWRITEBYTECODE =  # else each of some hundred processes compiles what it imports
 test: check  ## everything that CI runs
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # files that start workers come first
 

@@ -98,7 +98,7 @@ def test_a_video_becomes_a_file_of_another_format_or_a_folder_of_frames(folder):
         JOBS[0] | {"id": "one", "format": "png16"},
     ]
     (folder / "night.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
-    _, out, err = run(folder)
+    _, _, err = run(folder)
     assert "done frames: frames/0001.png to 0009.png" in err
     outputs, entries = folder / "outputs/night", manifest(folder)
     names = [f"frames/000{number}.png" for number in range(1, 10)]

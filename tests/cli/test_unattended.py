@@ -159,6 +159,7 @@ def test_a_user_without_home_has_caches_among_temporary_files(night):
     temporary = night / "temporary"
     temporary.mkdir()
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    put(night, FOX | {"model": "shapes"})  # others are written to the caches first, which takes long
     code, text = run(night, "night.jsonl", code=NO_USER + GFGEN, env=env)
     home = temporary / f"gfgen-home-{os.getuid()}"
     assert code == 0, text

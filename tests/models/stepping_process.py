@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.job.spec import JobSpec
+from gfgen.runtime.processes.launcher import PRELOADS, ensure_fork_server
 
 REPLY_TIMEOUT_S = 120
 
@@ -17,7 +18,9 @@ class SteppingProcess:
     """One process with adapters of its own; `call` runs one executor there."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # that of ranks, which has imported torch
+        context.set_forkserver_preload([*PRELOADS["cpu"]])
+        ensure_fork_server(())
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve_tasks, args=(theirs,), daemon=True)
         self._process.start()
