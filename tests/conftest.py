@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -26,6 +27,12 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage need not go through the modules and tests that are there for good."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
