@@ -14,7 +14,7 @@ run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and video
 
 test: export PYTHONDONTWRITEBYTECODE =  # else each of some hundred processes compiles what it imports
 test: check  ## everything that CI runs
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # files that start workers come first
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # files that start workers come first
 
 test-gpu:  ## the tests marked gpu, without network, in nine minutes a call (CONTRIBUTING.md)
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace

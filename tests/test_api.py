@@ -58,10 +58,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def python(*arguments: str, stdin: str = "", cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=300, cwd=cwd
-    )
+def python(*arguments: str, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -320,17 +318,6 @@ def test_values_of_classes_of_the_program_arrive_as_plain_ones(
             next(gfgen.generate(given))
 
 
-def test_a_second_job_with_an_id_is_not_told_of_options_of_the_command(tmp_path: Path) -> None:
-    with gfgen.Session(**HERE, output_dir=tmp_path) as session:
-        made = session.submit(id="y", prompt="a", **SMALL).result(60)
-        again = session.submit(id="y", prompt="a", **SMALL).result(60)
-        assert (again.files, again.seconds, made.seconds > 0) == (made.files, 0.0, True), "it is done"
-        with pytest.raises(errors.JobFileError) as raised:
-            session.submit(id="y", prompt="b", **SMALL).result(60)
-    said = "y.png: is there already: job y of a program made it; move it away, or name another output"
-    assert str(raised.value).endswith(said)
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_callback_that_raises_is_logged_and_its_job_goes_on(
     session: gfgen.Session, caplog: pytest.LogCaptureFixture, error: type[BaseException]
@@ -343,11 +330,20 @@ def test_a_callback_that_raises_is_logged_and_its_job_goes_on(
     assert "the callback of job a-fox-" in caplog.text
 
 
-def test_an_error_inside_a_session_stops_its_jobs(temporary: Path) -> None:
+def test_a_second_job_with_an_id_is_not_told_of_options_and_an_error_in_a_session_stops_its_jobs(
+    temporary: Path,
+) -> None:
     futures = []
 
     def fail() -> None:
         with gfgen.Session(**HERE, output_dir=temporary / "out") as session:
+            made = session.submit(id="y", prompt="a", **SMALL).result(60)
+            again = session.submit(id="y", prompt="a", **SMALL).result(60)
+            assert (again.files, again.seconds, made.seconds > 0) == (made.files, 0.0, True), "it is done"
+            with pytest.raises(errors.JobFileError) as raised:
+                session.submit(id="y", prompt="b", **SMALL).result(60)
+            said = "y.png: is there already: job y of a program made it; move it away, or name another output"
+            assert str(raised.value).endswith(said)
             futures.append(session.submit(prompt="a", size="64x64", frames=17, steps=100))
             raise ZeroDivisionError
 
@@ -465,11 +461,10 @@ print(*[result.job.prompt for result in results], "torch" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("way", ["program.py", "-"])
-def test_programs_need_no_guard_and_bring_their_own_policy(tmp_path: Path, way: str) -> None:
-    """A notebook has a __main__ without a file, as standard input has."""
+def test_a_program_needs_no_guard_and_brings_its_own_policy(tmp_path: Path) -> None:
+    """A notebook, whose __main__ has no file, is tried below."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    assert python(way, stdin=PROGRAM if way == "-" else "", cwd=tmp_path) == "last first False\n"
+    assert python("program.py", cwd=tmp_path) == "last first False\n"
 
 
 def test_import_is_light_and_help_fits_on_two_screens() -> None:
@@ -522,7 +517,7 @@ def snippets() -> list[str]:
 def test_a_notebook_runs_the_snippets_of_the_documentation_and_shows_pictures_and_videos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a model and devices that are here."""
+    """With a model and devices that are here, and in small."""
     ours = 'model="shapes", device="cpu", ranks=1'
     cells = [re.sub(r'model="[\w.-]+"(, gpus=\[[\d, ]+\])?', ours, each) for each in snippets()]
     cells = [
@@ -530,6 +525,8 @@ def test_a_notebook_runs_the_snippets_of_the_documentation_and_shows_pictures_an
     ]  # a plan is for any
     made = f'gfgen.generate(jobs, {ours}, output_dir="outputs/animals")'
     cells.insert(2, f"for result in {made}: display(result)")
+    small = f'{ours}, size="64x64"'
+    cells = [each.replace(f", {ours}", f", {small}") if "generate(" in each else each for each in cells]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -20,7 +20,7 @@ from PIL import Image
 from process_tree import children_of, command_of, descendants_of
 from serving import Server, free_port
 
-NUM_KILLS = 3
+NUM_KILLS = 2
 BOUND_S = 120.0
 PICTURE = {"model": "tiny-qwen-image", "size": "64x64"}
 VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9}

@@ -158,8 +158,16 @@ def test_gpus_read_from_each_other_also_what_a_dead_rank_left(
         processes[rank].join(60)
 
 
-@pytest.mark.parametrize("is_on_disk", [False, True])
-@pytest.mark.parametrize("moment", ["before its post", "before a read", "within a read", "after a read"])
+@pytest.mark.parametrize(
+    ("moment", "is_on_disk"),
+    [
+        ("before its post", True),
+        ("before a read", False),
+        ("within a read", False),
+        ("within a read", True),
+        ("after a read", False),
+    ],
+)
 def test_a_rank_that_dies_at_any_moment_of_a_read_changes_no_bits(
     deep: Path,  # noqa: F811
     boards: Sequence[Board],

@@ -38,7 +38,7 @@ from gfgen.runtime.processes.child import Lost, Phase
 from gfgen.runtime.processes.recovery import Cause
 from gfgen.runtime.processes.workers import JobMemory, ProcessBackend
 
-NUM_SCHEDULES = 100
+NUM_SCHEDULES = 60
 PER_TEST = 20
 NUMBER = 10**9
 """Of a dispatch that no worker is given."""

@@ -260,8 +260,9 @@ def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed, first_
     assert replay(journaled, jobs, profile=profile).difference is None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("lookahead_s", [0.005, 1.0])
+@pytest.mark.parametrize(
+    ("lookahead_s", "policy"), [*((0.005, policy) for policy in POLICIES), (1.0, "legacy"), (1.0, "auto")]
+)
 def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, lookahead_s):
     specs = [
         JobSpec(

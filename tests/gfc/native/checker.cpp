@@ -155,12 +155,17 @@ void World::reset() {
     process.clock = Clock{};
   }
   const uint64_t start = gfc::pack(gfc::Word{0, plan_.first_sequence});
-  for (size_t i = 0; i < lines_.size(); ++i) {
-    lines_[i] = i % gfc::kNumLines < gfc::kExchangeLine ? 0 : start;
-    line_clocks_[i] = Clock{};
-    line_stamps_[i] = Stamp{};
+  for (int owner = 0; owner < scenario_.num_ranks; ++owner) {  // nobody touches the others' arenas
+    for (int source = 0; source < scenario_.num_ranks; ++source) {
+      for (uint32_t i = 0; i < gfc::kNumLines; ++i) {
+        const size_t index = line_index(owner, source, i);
+        lines_[index] = i < gfc::kExchangeLine ? 0 : start;
+        line_clocks_[index] = Clock{};
+        line_stamps_[index] = Stamp{};
+      }
+    }
+    cells_[owner].fill(Cell{});
   }
-  for (auto& arena : cells_) arena.fill(Cell{});
   aborted_.fill(0);
   bell_.fill(0);
   parked_.fill(0);
