@@ -71,7 +71,8 @@ class Process:
         _end(self._process)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._connection.close()
+        with self._lock:  # threads may close it together
+            self._connection.close()
 
 
 def _listen(module: str, setup: object, heard: Callable[[Any], None], begun: Future[Any]) -> None:

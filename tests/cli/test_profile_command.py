@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -206,8 +207,12 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
 
 def test_no_more_gpus_are_measured_together_than_reach_each_other(no_pool, monkeypatch, tmp_path):
     pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
-    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: Devices(CUDA, 4, tuple(pairs)))
+    monkeypatch.setattr("gfgen.session.ranks.choose_devices", lambda *_, **__: devices[-1])
     monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
+    devices = [Devices(CUDA, 4, tuple(pairs))]
+    dry = profile("--random-weights", "--dry-run")
+    assert dry.output.splitlines()[1].startswith("24 measurements on 1 to 4 GPUs: about ")
+    devices.append(replace(devices[0], transport="peer"))
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
@@ -216,7 +221,9 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(no_pool, monke
     assert made.exit_code == 0, made.output
     _, found = profile_store.find_profile("NVIDIA H200")
     assert found.num_ranks == 2
-    assert found.source == "gfgen profile --model qwen-image --size 512x512 --ranks 4 --random-weights"
+    assert found.source.startswith(
+        "gfgen profile --model qwen-image --size 512x512 --ranks 4 --random-weights"
+    )
 
 
 def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(
