@@ -94,7 +94,8 @@ def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
 
 
 def _links(num_gpus: int, transport: str) -> Iterator[MeasuredRow]:
-    ranks = CudaRanks(num_gpus, HOST_PLAN, near=[[each] for each in range(num_gpus)] * (transport == "host"))
+    near = [[each] for each in range(num_gpus)] if transport == "host" else None
+    ranks = CudaRanks(num_gpus, HOST_PLAN, near=near)
     try:
         for pair, size in itertools.product(itertools.combinations(range(num_gpus), 2), LINK_SIZES):
             found = ranks.run(pair, measure.link_us, pair, ranks.next_dispatch(), size)

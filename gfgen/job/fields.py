@@ -536,7 +536,7 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
                 refusals[name] = field.refusal(value, str(refused))
     problems = list(_unknown_fields(unknown))
     problems += [refusals[name] for name in FIELDS if name in refusals] if refusals else ()
-    is_misspelt = any(each.accepted.endswith("did you mean prompt?") for each in problems)
+    is_misspelt = any(_meant(name, FIELDS) == "prompt" for name in unknown)
     if "prompt" not in values and "prompt" not in refusals and not is_misspelt:
         problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
     problems += _join_shape(values, mapping)
@@ -578,10 +578,14 @@ def plain_name(name: str) -> str:
 
 def suggestion(name: str, fields: Collection[str]) -> str | None:
     """A question that names the field that an unknown name resembles."""
+    meant = _meant(name, fields)
+    return f"did you mean {meant}?" if meant else None
+
+
+def _meant(name: str, fields: Collection[str]) -> str | None:
     spelled = name[:40].strip().lower().replace("-", "_")
-    meant = OTHER_NAMES.get(spelled)
-    near = meant if meant in fields or meant == "num_images" else nearest(spelled, fields)
-    return f"did you mean {near}?" if near else None
+    other = OTHER_NAMES.get(spelled)
+    return other if other in fields or other == "num_images" else nearest(spelled, fields)
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:

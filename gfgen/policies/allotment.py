@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -67,8 +67,8 @@ class _RankClaims:
         self._living = [view.rank for view in snapshot.ranks]
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
-        self._decodes_end_s: dict[int, float] = {}
-        """Of ranks that got a decode in this turn, which another job may have after that."""
+        self._decoding: set[int] = set()
+        """Ranks that got a decode in this turn, which another job may have after that."""
         self._held_until_s: dict[int, float] = {}
         self._kept: set[int] = set()
         """Ranks whose running job continues there."""
@@ -82,7 +82,7 @@ class _RankClaims:
     def start(self, job: JobView, wanted: int) -> list[Decision]:
         """Start the job on the free ranks that it wants and hold the others, unless waiting ends sooner."""
         wanted = self._claim(job, wanted)
-        near = self._near(job, wanted)
+        near = self._fullest(job, wanted, self._living)
         unheld = self._unheld_of(near)
         if (ready_s := self._better_later(job, wanted, near, unheld)) is not None:
             self._hold(wanted, ready_s, near)
@@ -121,7 +121,7 @@ class _RankClaims:
         self.free = [rank for rank in self.free if rank not in layout.ranks]
         self._free_at_s |= dict.fromkeys(layout.ranks, end_s)
         if job.next_task.stage is Stage.DECODE:
-            self._decodes_end_s |= dict.fromkeys(layout.ranks, end_s)
+            self._decoding.update(layout.ranks)
         return Decision(self._chosen(job, layout), layout)
 
     def _better_later(
@@ -156,10 +156,10 @@ class _RankClaims:
 
     def _num_soon_free(self, job: JobView, wanted: int) -> int:
         """Ranks in decodes for which a step of this job would wait."""
-        if not self._decodes_end_s or job.next_task.stage is Stage.DECODE:
+        if not self._decoding or job.next_task.stage is Stage.DECODE:
             return 0
         soon_s = self._snapshot.now_s + WAIT_SHARE * step_s(self._snapshot, job, power_of_two(wanted))
-        return sum(end_s <= soon_s for end_s in self._decodes_end_s.values())
+        return sum(self._free_at_s[rank] <= soon_s for rank in self._decoding)
 
     def _hold(self, number: int, until_s: float, near: Collection[int]) -> None:
         """Hold free ranks that can share a task with the job's."""
@@ -169,15 +169,15 @@ class _RankClaims:
     def _unheld_of(self, near: Collection[int]) -> list[int]:
         return [rank for rank in self.unheld if rank in near]
 
-    def _near(self, job: JobView, wanted: int) -> Collection[int]:
-        """The set with the most free ranks, up to `wanted`; among equals, the one with the job's state."""
+    def _fullest(self, job: JobView, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Of the sets of these ranks the one with the most free ones, up to `number`; then with its state."""
         own = set(job.last_layout.ranks if job.last_layout else ())
 
         def worth(near: Collection[int]) -> tuple[int, int]:
             unheld = self._unheld_of(near)
-            return min(len(unheld), wanted), len(own.intersection(unheld))
+            return min(len(unheld), number), len(own.intersection(unheld))
 
-        sets = self._snapshot.costs.sets(self._living, wanted)
+        sets = self._snapshot.costs.sets(ranks, number)
         return sets[0] if len(sets) == 1 else max(sets, key=worth)
 
     def _choose(self, job: JobView, number: int, unheld: list[int]) -> tuple[int, ...]:
@@ -188,8 +188,7 @@ class _RankClaims:
         """
         own = job.last_layout.ranks if job.last_layout else ()
         number = power_of_two(min(number, len(unheld)))
-        sets = self._snapshot.costs.sets(unheld, number)
-        near = max(sets, key=lambda each: (min(len(each), number), len(set(own).intersection(each))))
+        near = self._fullest(job, number, unheld)
         number = power_of_two(min(number, len(near)))
         if len(own) == number and set(own) <= set(near):
             return own

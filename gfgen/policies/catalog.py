@@ -113,7 +113,8 @@ def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
 def _imported(name: str, path: Path | None, option: str) -> Any:
     """The module of this name, or in this file, a user's, which may raise anything."""
     try:
-        sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
         if path is None:
             return importlib.import_module(name)
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.default_policy import FILES, OTHERS, SAME_END, admitted, end_and_latency_s
 
+# Tasks of the simulation vary, those of a look ahead do not: auto does not see what these gain by it.
+WAITS_LONGER = {("20 Qwen-Image 512 to 1536", 2, None): 1.06, ("9 Qwen-Image, 4 Wan", 2, "80GB"): 1.03}
 CASES = [
     ("20 Qwen-Image 1024", 1, None),
     ("20 Qwen-Image 1024", 2, None),
@@ -30,5 +32,5 @@ def test_auto_ends_a_file_as_soon_as_the_best_policy_and_waits_as_little(file, n
     soonest_s = min(end_s for end_s, _ in found.values())
     assert end_s <= SAME_END * soonest_s
     least_s = min(mean_s for each_s, mean_s in found.values() if each_s <= SAME_END * soonest_s)
-    assert mean_s <= 1.06 * least_s  # tasks of the simulation vary, those of a look ahead do not
+    assert mean_s <= WAITS_LONGER.get((file, num_ranks, memory), 1.02) * least_s
     assert mean_s <= found["fcfs"][1] * 1.001

@@ -105,6 +105,15 @@ def survives(ranks: CudaRanks, failed: list[tuple[str, str, int]], dead: int) ->
     assert all_work(ranks, tuple(range(NUM_RANKS)))
 
 
+def kill_between_gathers(ranks: CudaRanks, *, waiting: int, dead: int) -> None:
+    """One rank waits in its second gather for the other, which dies before it."""
+    layout, dispatch = Layout((waiting, dead), ulysses=2), ranks.next_dispatch()
+    ranks.submit(waiting, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
+    ranks.submit(dead, programs.gather_once, layout, (1, 1), dispatch, 5000, 60.0)
+    time.sleep(1)
+    ranks.kill(dead)
+
+
 def test_random_overlapping_groups_inside_pairs_and_across_them_give_exact_bytes(pairs: CudaRanks) -> None:
     first = pairs.next_dispatch(NUM_DISPATCHES)
     found = pairs.run(range(4), programs.stress, 4, 11, NUM_DISPATCHES, first)
@@ -126,20 +135,12 @@ def test_transfers_arrive_inside_a_pair_and_across_pairs(pairs: CudaRanks, sourc
 
 
 def test_rank_killed_in_an_exchange_across_pairs(pairs: CudaRanks) -> None:
-    layout, dispatch = Layout((1, 2), ulysses=2), pairs.next_dispatch()
-    pairs.submit(1, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
-    pairs.submit(2, programs.gather_once, layout, (1, 1), dispatch, 5000, 60.0)
-    time.sleep(1)  # rank 2 is between its gathers, rank 1 waits in the second
-    pairs.kill(2)
+    kill_between_gathers(pairs, waiting=1, dead=2)
     survives(pairs, [pairs.result(1)], dead=2)
 
 
 def test_rank_killed_while_others_wait_for_it(ranks: CudaRanks) -> None:
-    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
-    ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
-    ranks.submit(1, programs.gather_once, layout, (1, 1), dispatch, 5000, 60.0)
-    time.sleep(1)  # rank 1 is between its gathers, rank 0 waits in the second
-    ranks.kill(1)
+    kill_between_gathers(ranks, waiting=0, dead=1)
     began = time.monotonic()
     survives(ranks, [ranks.result(0)], dead=1)
     assert time.monotonic() - began < 60 * RANKS_PER_GPU
