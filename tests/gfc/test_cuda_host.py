@@ -30,6 +30,7 @@ from gfgen.gfc.cuda.selector import (
     KernelChoice,
     Rule,
     Selector,
+    host_choice,
     load_selector,
     store_rules,
     tuned_tables,
@@ -419,6 +420,10 @@ def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
         "threads",
         "threads",
     ]
+
+
+def test_exchanges_through_host_memory_leave_most_of_a_small_device_to_attention() -> None:
+    assert [host_choice(number).blocks for number in (28, 82, 132)] == [8, 16, 24]
 
 
 def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_with_their_rank() -> None:

@@ -36,7 +36,7 @@ from gfgen.gfc.cuda.kernels import (
     Kernels,
     Launch,
 )
-from gfgen.gfc.cuda.selector import HOST_BLOCKS, HOST_SLICE_BYTES, KernelChoice, load_selector
+from gfgen.gfc.cuda.selector import host_choice, load_selector
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import nanoseconds
 from gfgen.layout import Layout
@@ -94,7 +94,7 @@ class CudaEndpoint:
         self._own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.context = self.driver.allocate(ctypes.sizeof(Context))
         self._write_context()
-        self.host_choice = KernelChoice("staged", HOST_BLOCKS, HOST_SLICE_BYTES)
+        self.host_choice = host_choice(self.kernels.num_multiprocessors)
         if own is not None:
             self.arena_bytes_1d = as_tensor(own.address, own.num_bytes, device)
         self.limit_link(link_bytes_per_s)
