@@ -18,6 +18,7 @@ from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
+from gfgen.runtime.core.devices import by_reach
 from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.runtime.predict.links import keep_links
 from gfgen.system.wording import counted
@@ -63,22 +64,21 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
 
 
 def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
-    """All measurements, a minute on four GPUs; without peer access those through main memory alone.
+    """All measurements, a minute on four GPUs; links alone where some GPUs do not reach each other.
 
     Keeps the rates of links for predictions. Raises: InputError where there are fewer than two GPUs.
     """
     check_num_gpus(num_gpus, at_least=2)
-    pairs = itertools.permutations(range(num_gpus), 2)
-    transports = ("peer", "host") if all(driver().can_access(*pair) for pair in pairs) else ("host",)
-    if tune and "peer" not in transports:
+    near = by_reach(num_gpus, driver().can_access).near
+    if tune and len(near) > 1:
         _log.warning(
             "--tune has no effect: it is for peer memory, and these GPUs do not all reach each other"
         )
     facts = {"date": time.strftime("%Y-%m-%d"), "device": f"{num_gpus} x {driver().name(0)}"}
-    report = _measured(num_gpus, tune=tune) if "peer" in transports else CollectivesReport(facts)
-    for transport in transports:
-        report.links += _links(num_gpus, transport)
-        _log.info("measured links, %s", transport)
+    report = CollectivesReport(facts) if len(near) > 1 else _measured(num_gpus, tune=tune)
+    if len(near) < num_gpus:
+        report.links += _links(num_gpus, "peer", near, near)
+    report.links += _links(num_gpus, "host", [(each,) for each in range(num_gpus)], [range(num_gpus)])
     small, large = min(LINK_SIZES), max(LINK_SIZES)
     us = {(row["transport"], *row["pair"], row["bytes"]): row["us"] for row in report.links}
     keep_links(
@@ -93,15 +93,19 @@ def measure_collectives(*, num_gpus: int, tune: bool) -> CollectivesReport:
     return report
 
 
-def _links(num_gpus: int, transport: str) -> Iterator[MeasuredRow]:
-    near = [[each] for each in range(num_gpus)] if transport == "host" else None
-    ranks = CudaRanks(num_gpus, HOST_PLAN, near=near)
+def _links(
+    num_gpus: int, transport: str, near: Sequence[Sequence[int]], sets: Sequence[Sequence[int]]
+) -> Iterator[MeasuredRow]:
+    """Of each pair inside these sets of GPUs."""
+    pairs = [pair for each in sets for pair in itertools.combinations(each, 2)]
+    ranks = CudaRanks(num_gpus, HOST_PLAN, near=near if len(near) > 1 else None)
     try:
-        for pair, size in itertools.product(itertools.combinations(range(num_gpus), 2), LINK_SIZES):
+        for pair, size in itertools.product(pairs, LINK_SIZES):
             found = ranks.run(pair, measure.link_us, pair, ranks.next_dispatch(), size)
             yield {"transport": transport, "pair": pair, "bytes": size, **_slowest(found)}
     finally:
         ranks.close()
+    _log.info("measured links, %s", transport)
 
 
 def _measured(num_gpus: int, *, tune: bool) -> CollectivesReport:
@@ -236,7 +240,7 @@ def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
     if report.cells:
         yield from _collective_lines(report, command)
     else:
-        yield f"{report.facts['device']}, without peer access; command: `{command}`\n"
+        yield f"{report.facts['device']}, which do not all reach each other; command: `{command}`\n"
     yield "\n## Links: two GPUs send to each other at once, peer memory and main memory\n"
     yield "| GPUs | transport | bytes each way | us | GB/s |\n|---|---|---|---|---|"
     for row in report.links:

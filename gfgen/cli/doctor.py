@@ -30,6 +30,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, compiler_dirs, needed
 from gfgen.models.families.registry import HUB_IDS, find_configs
 from gfgen.runtime.core.admission import admit
+from gfgen.runtime.core.devices import by_reach
 from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.runtime.predict.links import DEFAULT_BYTES_PER_S, kept_links
 from gfgen.runtime.predict.profile_file import Profile
@@ -170,15 +171,16 @@ def _models(ranks: Ranks | None = None) -> Iterator[str]:
 
 def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
     devices = range(cuda.num_devices)
+    if by_reach(cuda.num_devices, cuda.can_access).over_host:
+        across = f"go through main memory, of which {arena_bytes(HOST_PLAN) >> 20} MiB a GPU are pinned"
+    else:
+        across = "are not possible"
     for device in devices:
         peers = [peer for peer in devices if peer != device]
         reached = [peer for peer in peers if cuda.can_access(device, peer)]
         apart = [str(peer) for peer in peers if peer not in reached]
         if apart:
-            missing.append(
-                f"peer access from GPU {device} to {', '.join(apart)}: steps across them go through main "
-                f"memory, of which {arena_bytes(HOST_PLAN) >> 20} MiB a GPU are pinned"
-            )
+            missing.append(f"peer access from GPU {device} to {', '.join(apart)}: steps across them {across}")
         fast = [str(peer) for peer in reached if cuda.has_nvlink(device, peer)]
         slow = [str(peer) for peer in reached if str(peer) not in fast]
         if fast:

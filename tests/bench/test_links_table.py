@@ -23,3 +23,33 @@ def test_tuning_without_peer_access_has_no_effect_and_says_so(monkeypatch, caplo
     caplog.clear()
     gfc.measure_collectives(num_gpus=2, tune=False)
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_pairs_of_gpus_are_measured_over_both_transports(monkeypatch):
+    reached = {(0, 1), (1, 0), (2, 3), (3, 2)}
+    cuda = SimpleNamespace(num_devices=4, can_access=lambda *pair: pair in reached, name=lambda _: "a GPU")
+    kept, started = [], []
+
+    class FakeRanks:
+        def __init__(self, num_ranks, plan, *, near):
+            started.append(near)
+
+        def run(self, pair, *_):
+            return [{"us": 2.0}] * 2
+
+        def next_dispatch(self):
+            return 1
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(gfc, "driver", lambda: cuda)
+    monkeypatch.setattr(gfc, "CudaRanks", FakeRanks)
+    monkeypatch.setattr(gfc, "keep_links", lambda device, rows: kept.extend(rows))
+    gfc.measure_collectives(num_gpus=4, tune=False)
+    found = {"peer": set(), "host": set()}
+    for each in kept:
+        found[each["transport"]].add((each["from"], each["to"]))
+    assert found["peer"] == {(0, 1), (2, 3)}
+    assert len(found["host"]) == 6
+    assert started == [((0, 1), (2, 3)), [(0,), (1,), (2,), (3,)]]

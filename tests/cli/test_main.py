@@ -11,6 +11,7 @@ import tomllib
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -270,6 +271,22 @@ def test_doctor_prints_a_matrix_of_links():
         ["1:", "31.2", "(15.4)", "-", "31.2", "(15.4)"],
         ["2:", "31.2", "(15.4)", "31.2", "(15.4)", "-"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "across"), [("01 23", "go through main memory, of which 1"), ("012 3", "are not possible")]
+)
+def test_doctor_says_how_steps_cross_to_gpus_out_of_reach(sets, across):
+    cuda = SimpleNamespace(
+        num_devices=4,
+        can_access=lambda *pair: any(set(map(str, pair)) <= set(each) for each in sets.split()),
+        has_nvlink=lambda *_: True,
+        name=lambda _: "a GPU",
+    )
+    missing = []
+    list(doctor._links(cuda, missing))
+    assert missing
+    assert all(f"steps across them {across}" in line for line in missing)
 
 
 def test_doctor_says_which_models_fit_what_is_streamed_and_what_main_memory_has(monkeypatch):

@@ -114,6 +114,12 @@ class Devices:
         return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
 
 
+def by_reach(num_gpus: int, can_access: Callable[[int, int], bool]) -> Devices:
+    """These GPUs as far as links count."""
+    reached = [frozenset(b for b in range(num_gpus) if a != b and can_access(a, b)) for a in range(num_gpus)]
+    return Devices(CUDA, num_gpus, tuple([Gpu("", 0, each) for each in reached]))
+
+
 def sets_of(
     ranks: Sequence[int], near: Sequence[Sequence[int]], degree: int = 1
 ) -> tuple[tuple[int, ...], ...]:
