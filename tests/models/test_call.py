@@ -63,6 +63,10 @@ class TestArgs:
     def test_other_types_are_refused(self, args: dict[str, Any], accepted: str) -> None:
         assert problems("FluxPipeline", args=args) == [accepted]
 
+    def test_no_pictures_are_refused(self) -> None:
+        (found,) = problems("FluxPipeline", args={"num_images_per_prompt": 0})
+        assert found == "args.num_images_per_prompt = 0: at least 1 is accepted"
+
     def test_an_unknown_argument_gets_the_nearest_name(self) -> None:
         (found,) = problems("FluxPipeline", args={"max_sequence_lenght": 5})
         assert found.endswith("is no such argument of FluxPipeline; did you mean max_sequence_length?")
@@ -125,6 +129,10 @@ class TestFiles:
         assert [each.field for each in found] == fields
         assert all(each.accepted.endswith("needs a picture or video") for each in found)
 
+    def test_pictures_of_adapters_that_gfgen_does_not_load_are_refused(self) -> None:
+        (found,) = problems("FluxPipeline", files={"ip_adapter_image": "a.png"})
+        assert found == "files.ip_adapter_image: takes no pictures; it takes no files"
+
     def test_image_gives_the_argument_of_that_name(self) -> None:
         assert problems("FluxImg2ImgPipeline", image="a.png") == []
         assert problems("FluxImg2ImgPipeline", files={"image": "a.png"}) == []
@@ -163,6 +171,17 @@ class TestFields:
         assert isinstance(found["strength"], float)
         assert isinstance(found["max_sequence_length"], int)
 
+    def test_lists_become_the_tuples_that_calls_add_up(self) -> None:
+        spec = JobSpec(id="fox", prompt="a fox", args={"original_size": [512, 768], "prompt_2": ["a"]})
+        found = signature_of("StableDiffusionXLPipeline").arguments_for(spec)
+        assert (found["original_size"], found["prompt_2"]) == ((512, 768), ["a"])
+
+    def test_a_size_is_made_where_the_call_has_an_area_of_its_own(self) -> None:
+        spec = JobSpec(id="fox", prompt="a fox", width=128, height=64)
+        assert signature_of("FluxKontextPipeline").arguments_for(spec)["max_area"] == 128 * 64
+        asked = replace(spec, args={"max_area": 4096})
+        assert signature_of("FluxKontextPipeline").arguments_for(asked)["max_area"] == 4096
+
 
 class TestScheduler:
     def problems(self, **fields: Any) -> list[str]:
@@ -190,6 +209,13 @@ class TestScheduler:
 
     def test_an_option_of_a_wrong_type_is_refused(self) -> None:
         assert self.problems(scheduler={"shift": "3"}) == ['scheduler.shift = "3": a number is accepted']
+
+    @pytest.mark.parametrize("sigmas", [[2.0, 0.5], [1.0, 0.5, 0.0]])
+    def test_sigmas_that_the_scheduler_would_not_use_as_written_are_refused(self, sigmas: Any) -> None:
+        (found,) = self.problems(sigmas=sigmas)
+        assert found.endswith(
+            "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"
+        )
 
     def test_sigmas_need_a_scheduler_that_takes_them(self) -> None:
         (found,) = self.problems(scheduler={"class": "DDIMScheduler"}, sigmas=[1.0, 0.5])

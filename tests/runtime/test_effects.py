@@ -55,6 +55,22 @@ WITHOUT_GUIDANCE = "negative_prompt has no effect without guidance"
             "guidance_scale has no effect on flux-schnell: its",
         ),
         ({"model": "flux-dev", "guidance_scale": 4.0}, None),
+        ({"model": "flux-dev", "true_cfg_scale": 4.0}, "true_cfg_scale has no effect without a negative_p"),
+        ({"model": "flux-dev", "true_cfg_scale": 4.0, "negative_prompt": ""}, None),
+        (
+            {"model": "flux-dev", "args": {"negative_prompt_2": "blurry"}},
+            "negative_prompt_2 has no effect without guidance",
+        ),
+        (
+            {"model": "sd", "args": {"guidance_rescale": 0.7}, "guidance_scale": 1.0},
+            "guidance_rescale has no effect without guidance",
+        ),
+        ({"model": "sd", "args": {"guidance_rescale": 0.7}}, None),
+        (
+            {"model": "sd", "args": {"eta": 1.0}, "scheduler": {"class": "euler"}},
+            "args.eta has no effect with EulerDiscreteScheduler, whose steps take none",
+        ),
+        ({"model": "sd", "args": {"eta": 1.0}, "scheduler": {"class": "ddim"}}, None),
         ({"model": "shapes", "prompt": "a (red:1.3) circle"}, "weights such as (red:1.3) in a prompt"),
         ({"model": "shapes", "prompt": "a fox (at 5:30 pm)"}, None),
         ({"model": "shapes", "prompt": "<lora:x:0.8> a fox"}, "<lora:...> in a prompt loads no LoRA"),
@@ -100,3 +116,25 @@ def test_details_name_what_stands_in_the_prompt():
 @pytest.mark.parametrize("prompt", ["a sign (aspect ratio 16:9)", "we meet (12:30)", "it says --stop-- now"])
 def test_what_people_write_in_prompts_is_no_weight_and_no_option(prompt):
     assert not any(pattern.search(prompt) for pattern in admission.IN_PROMPTS.values())
+
+
+@pytest.mark.parametrize("model", ["dynamic", "tiny-qwen-image"])
+def test_a_shift_that_the_size_sets_is_refused(model, monkeypatch):
+    monkeypatch.setitem(
+        MODELS,
+        "dynamic",
+        geometry_of(
+            "FluxPipeline",
+            scheduler={"use_dynamic_shifting": True},
+            index={"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]},
+        ),
+    )
+
+    def problems(**options):
+        spec = JobSpec(id="a", prompt="a fox", model=model, scheduler=options)
+        return [str(each) for each in admit([spec], default_model="shapes", find_model=find)[1]]
+
+    reason = 'has no effect, because the size sets the shift; add "use_dynamic_shifting": false'
+    assert problems(shift=3) == [f"scheduler.shift = 3: {reason}"]
+    assert problems(shift=3, use_dynamic_shifting=False) == []
+    assert problems(shift=1.0, base_shift=1.1, max_shift=1.1) == []

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError, Problem, nearest
-from gfgen.job.fields import OTHER_NAMES, shown
-from gfgen.job.samplers import SAMPLERS
+from gfgen.job.fields import MAX_SIGMA, OTHER_NAMES, shown
+from gfgen.job.samplers import FLOW, SAMPLERS
 from gfgen.job.spec import JobSpec
 
 _BY_FIELD: Mapping[str, tuple[str, ...]] = {
@@ -44,8 +44,8 @@ _SET_OTHERWISE = {
     "latents": "use seed",
     "padding_mask_crop": "crop the picture and its mask before",
 }
-_HIDDEN = re.compile(r"callback|latents|embed|_kwargs$|attention_mask|_generator$|_ids$|_thw$")
-"""Arguments whose values no job file can hold."""
+_HIDDEN = re.compile(r"callback|latents|embed|_kwargs$|attention_mask|_generator$|_ids$|_thw$|ip_adapter")
+"""Arguments whose values no job file can hold, or that need weights which gfgen does not load."""
 _NAMED_AS_FILES = re.compile(r"(^|_)(images?|videos?|mask|frames|hint)($|_)")
 _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
@@ -126,8 +126,11 @@ class Argument:
         return " or ".join(dict.fromkeys(each.words for each in (*types, *others)))
 
     def value(self, given: Any) -> Any:
-        """The value for the call: 5 and 5.0 are one value in a job, so they become one here."""
+        """The value for the call: 5 and 5.0 are one value in a job, so they become one here, and JSON has no
+        tuples, which some calls add up."""
         types = self.types
+        if isinstance(given, list) and "tuple[" in self.text.lower() and "list[" not in self.text.lower():
+            return tuple(given)
         if not _is_number(given) or (WHOLE in types) == (NUMBER in types):
             return given
         return float(given) if NUMBER in types else int(given) if WHOLE.accepts(given) else given
@@ -189,6 +192,8 @@ class CallSignature:
             value, name = getattr(spec, field), self.argument_of(field)
             if value is not None and name is not None:
                 found[name] = self.arguments[name].value(value)
+        if "max_area" in self.arguments and spec.width and spec.height:  # else it replaces the size
+            found["max_area"] = spec.width * spec.height
         return found | {name: self.arguments[name].value(value) for name, value in (spec.args or {}).items()}
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
@@ -219,6 +224,8 @@ class CallSignature:
             return f'is a picture or video; give its path in files: {{"{name}": "..."}}'
         if _HIDDEN.search(name) or not argument.accepted:
             return "takes what a job file cannot hold; leave it out"
+        if name.startswith("num_images_per") and _is_number(value) and value < 1:
+            return "at least 1 is accepted"
         return None if argument.accepts(value) else f"{argument.accepted} is accepted"
 
     def _why_no_file(self, name: str) -> str | None:
@@ -309,7 +316,12 @@ def options_of(scheduler_class: str) -> Mapping[str, Argument]:
     return _method("schedulers", scheduler_class, "__init__") or {}
 
 
-def scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem]:
+def takes_eta(scheduler_class: str) -> bool:
+    found = _method("schedulers", scheduler_class, "step")
+    return found is None or "eta" in found
+
+
+def scheduler_problems(spec: JobSpec, own_class: str | None, *, is_flow: bool = False) -> Iterator[Problem]:
     options = dict(spec.scheduler or {})
     name = options.pop("class", own_class)
     if not isinstance(name, str):
@@ -338,6 +350,10 @@ def scheduler_problems(spec: JobSpec, own_class: str | None) -> Iterator[Problem
             yield Problem.of("scheduler.class", name, f"needs the package {package}; pip install {package}")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
         yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
+    most = 1 if is_flow or FLOW in f"{own_class} {name}" else MAX_SIGMA
+    if spec.sigmas is not None and (spec.sigmas[0] > most or spec.sigmas[-1] == 0):
+        accepted = f"numbers up to {most:,} are accepted, without the 0 at the end, which the scheduler adds"
+        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
 
 
 # Annotations ----------------------------------------------------------------------------------------

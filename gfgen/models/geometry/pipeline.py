@@ -103,6 +103,7 @@ class PipelineGeometry:
     """Why a guidance scale has no effect; None if it may have one."""
     has_clip: bool = False
     has_alpha: bool = False
+    shifts_by_size: bool = False
 
     @property
     def family(self) -> str:
@@ -127,6 +128,7 @@ class PipelineGeometry:
         spec = rules.with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
+        problems += rules.shift_problems(spec, shifts_by_size=self.shifts_by_size)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
@@ -254,6 +256,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
         has_alpha=4 == vae.get("input_channels", vae.get("in_channels")) == vae.get("out_channels", 4),
+        shifts_by_size=bool(checkpoint.configs.get("scheduler", {}).get("use_dynamic_shifting")),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),

@@ -52,6 +52,7 @@ class QwenGeometry:
     in_channels: int
     shift_terminal: float | None
     """To which the model's own scheduler stretches its noise levels."""
+    shifts_by_size: bool
     encoder_params: int
     """Parameters of the language model's layers, which every prompt token passes through."""
     vae: VaeShape
@@ -162,6 +163,7 @@ class QwenGeometry:
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
+        yield from rules.shift_problems(spec, shifts_by_size=self.shifts_by_size)
         reason = "has no effect on Qwen-Image; its shift depends on the size"
         yield from rules.useless(spec, "flow_shift", reason)
         yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
@@ -189,6 +191,7 @@ def qwen_geometry(checkpoint: Checkpoint) -> QwenGeometry:
         text_dim=checkpoint.value("transformer", "joint_attention_dim"),
         in_channels=checkpoint.value("transformer", "in_channels"),
         shift_terminal=checkpoint.configs["scheduler"].get("shift_terminal"),
+        shifts_by_size=bool(checkpoint.configs["scheduler"].get("use_dynamic_shifting")),
         encoder_params=_encoder_params(checkpoint.configs["text_encoder"]),
         vae=VaeShape.of(checkpoint),
     )

@@ -162,6 +162,14 @@ def shift_of(spec: JobSpec) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
+def shift_problems(spec: JobSpec, *, shifts_by_size: bool) -> Iterator[Problem]:
+    """A shift that a scheduler does not use; 1 is what configs of such schedulers have."""
+    options = spec.scheduler or {}
+    if options.get("shift", 1) != 1 and options.get("use_dynamic_shifting", shifts_by_size):
+        reason = 'has no effect, because the size sets the shift; add "use_dynamic_shifting": false'
+        yield Problem.of("scheduler.shift", shown(options["shift"]), reason)
+
+
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
     """What a model that predicts flow refuses of `files`, `args`, `scheduler` and `sigmas`."""
     yield from useless(spec, "files", "this model takes no other files; leave it out")
@@ -175,7 +183,7 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
             yield Problem.of("args.max_sequence_length", shown(given), accepted)
     options = spec.scheduler or {}
     name = options.get("class", own_class)
-    found = [*scheduler_problems(spec, own_class)] if options or spec.sigmas else []
+    found = [*scheduler_problems(spec, own_class, is_flow=True)] if options or spec.sigmas else []
     if not found and name not in FLOW_SCHEDULERS:
         samplers = {(known_sampler(each, is_flow=True) or {})["class"]: each for each in [*SAMPLERS][::-1]}
         accepted = f"this model predicts flow, as {', '.join(samplers[each] for each in FLOW_SCHEDULERS)} do"
@@ -190,9 +198,6 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
         if value is True and option in _SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
             reason = f"{name} spaces no noise levels of flow so; leave it out, or use euler"
             yield Problem.of(f"scheduler.{option}", "true", reason)
-    if spec.sigmas is not None and (spec.sigmas[0] > 1 or spec.sigmas[-1] == 0):
-        accepted = "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"
-        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
     if spec.sigmas is not None and (own := [each for each in _SPACINGS if options.get(each) is True]):
         accepted = f"{own[0]} of the scheduler spaces the noise levels itself; leave one out"
         yield Problem.of("sigmas", shown(spec.sigmas), accepted)

@@ -291,7 +291,7 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
             rest_s = min(REST_S, ALL_RESTS_S / len(asked["calls"]))
             error, limits_of[key] = tried(adapter, JobSpec(**fields), prompt=prompt, rest_s=rest_s)
             refused = error is not None and is_refusal(error, usual)
-            text = None if error is None else str(error) if refused else in_one_line(error)
+            text = None if error is None else (str(error) if refused else "") or in_one_line(error)
             calls[key] = {"refused" if refused else "unknown": text}
             sure = [limit - SPECIAL - len(head.encode()) for head, limit in limits_of[key].values()]
             calls[key]["most_bytes"] = max(0, *sure) if sure else sys.maxsize

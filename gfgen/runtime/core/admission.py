@@ -29,6 +29,7 @@ from gfgen.job.spec import (
     with_defaults,
 )
 from gfgen.layout import Limits
+from gfgen.models.geometry.call import takes_eta
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
 from gfgen.models.geometry.rules import evaluations_key
@@ -255,6 +256,7 @@ MAX_DETAILS = 3  # details of a kind of warning that the log shows; the manifest
 _WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")  # up to 2: (16:9) and (12:30) are none
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
 _BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
+_OF_GUIDANCE = ("negative_", "guidance_rescale")
 WEIGHTS = "weights such as (red:1.3) in a prompt are plain text"
 OF_A1111 = '((red)), [blue], AND and BREAK in a prompt are plain text without "prompt_syntax": "a1111"'
 IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
@@ -284,9 +286,10 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     is_guided = geometry.uses_cfg(info.spec)
     if isinstance(geometry, PipelineGeometry):
         is_guided = not geometry.ignores_negative_prompt(info.spec)
-        yield from _unused_by_call(asked, geometry)
-    if (asked.negative_prompt or "").strip() and not is_guided:
-        yield Warned("negative_prompt has no effect without guidance")
+        yield from _unused_by_call(asked, info.spec, geometry)
+    for name, value in {"negative_prompt": asked.negative_prompt, **(asked.args or {})}.items():
+        if name.startswith(_OF_GUIDANCE) and str(value or "").strip() and not is_guided:
+            yield Warned(f"{name} has no effect without guidance")
 
 
 def warnings_of_texts(asked: JobSpec, *, has_clip: bool = False) -> Iterator[Warned]:
@@ -296,8 +299,13 @@ def warnings_of_texts(asked: JobSpec, *, has_clip: bool = False) -> Iterator[War
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
 
 
-def _unused_by_call(asked: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
+def _unused_by_call(asked: JobSpec, spec: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
     name, signature = geometry.family, geometry.signature
+    scheduler = str((spec.scheduler or {}).get("class", geometry.scheduler_class))
+    if (asked.args or {}).get("eta") and not takes_eta(scheduler):
+        yield Warned(f"args.eta has no effect with {scheduler}, whose steps take none")
+    if (asked.true_cfg_scale or 0) > 1 and spec.negative_prompt is None:
+        yield Warned("true_cfg_scale has no effect without a negative_prompt")
     for given, value in (("prompt", asked.prompt.strip()), ("steps", asked.steps)):
         if value and signature.argument_of(given) is None:
             yield Warned(f"{given} has no effect on {name}, whose call takes none")
