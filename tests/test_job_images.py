@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,34 @@ class TestWhatIsSaidOfFiles:
         assert remarks(tmp_path / "alpha.mov") == [
             "transparent pixels of a video show what lies under them: alpha.mov"
         ]
+
+    @pytest.mark.parametrize(
+        ("name", "options", "remark"),
+        [
+            (
+                "a.webm",
+                "-pix_fmt yuva420p -c:v libvpx-vp9",
+                "transparent pixels of a video show what lies under",
+            ),
+            (
+                "a.mov",
+                "-pix_fmt yuv422p10le -c:v prores -vf setparams=color_trc=smpte2084",
+                "colours of an HDR video become",
+            ),
+            ("b.mov", "-pix_fmt yuv422p10le -c:v prores -vf setparams=color_trc=bt709", None),
+        ],
+    )
+    def test_a_video_with_what_its_format_line_does_not_say(
+        self, tmp_path: Path, name: str, options: str, remark: str | None
+    ) -> None:
+        import imageio_ffmpeg
+
+        source = ["-v", "error", "-f", "lavfi", "-i", "color=red:size=32x32:rate=8:duration=0.5"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), *source, *options.split(), str(tmp_path / name)]
+        subprocess.run(command, check=True)
+        found = remarks(tmp_path / name)
+        assert len(found) == (remark is not None)
+        assert remark is None or found[0].startswith(remark)
 
     def test_a_file_that_is_gone_has_none(self, tmp_path: Path) -> None:
         assert remarks(tmp_path / "a.png") == remarks(tmp_path / "a.mp4") == []

@@ -256,8 +256,10 @@ def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
 
 def _remarks_on_video(path: Path) -> Iterator[Warned]:
     done = _read_by_ffmpeg(path, "-c", "copy", "-f", "framecrc")
-    if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)", done.stderr):
+    if re.search(rb"Video: .*(yuva|rgba|bgra|argb|abgr|gbrap)|(?i:alpha_mode)", done.stderr):
         yield Warned("transparent pixels of a video show what lies under them", path.name)
+    if re.search(rb"Video: .*(smpte2084|arib-std-b67)", done.stderr):
+        yield Warned("colours of an HDR video become pale, because they are not mapped to sRGB", path.name)
     text, rate = done.stdout.decode(), re.search(rb"([\d.]+)(k?) tbr", done.stderr)
     ticks = [int(tick) for tick in re.findall(r"^0, *-?\d+, *(-?\d+)", text, re.MULTILINE)]
     if rate and ticks and (unit := re.search(r"#tb 0: (\d+)/(\d+)", text)):

@@ -411,7 +411,7 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
-_ANSWERS = 4
+_ANSWERS = 5
 """A number that rises when calls are tried otherwise."""
 
 

@@ -335,6 +335,17 @@ def test_weights_that_the_files_lack_are_not_made_up(
         load_adapter(broken_copy)
 
 
+def test_weights_that_the_model_lacks_are_named(broken_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = broken_copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    some = {name: x.clone() for name, x in tensors.items() if name.startswith("blocks.0.attn1.to_q")}
+    more = {name.replace("blocks.0", "blocks.9"): x for name, x in some.items()}
+    save_file(tensors | more, path, {"format": "pt"})
+    load_adapter(broken_copy)
+    (text,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert "transformer: its files have 'blocks.9.attn1.to_q.bias' and 1 others, without effect" in text
+
+
 def test_a_text_encoder_needs_no_head(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_models["tiny-qwen-image"], tmp_path / "model"))
     path = model / "text_encoder/model.safetensors"
