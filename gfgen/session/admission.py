@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -353,7 +354,7 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool =
         if "error" in answer:
             unchecked[path] = answer["error"]
         else:
-            known[path] = {name: known[path][name] | answer[name] for name in known[path]}
+            known[path] = {name: kept | answer.get(name, {}) for name, kept in known[path].items()}
             with contextlib.suppress(OSError):  # then it is asked again
                 write_whole(_place(path), json.dumps(known[path]))
     judged: dict[str, AdmittedJob | Problem] = {}
@@ -372,14 +373,17 @@ def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str,
     """What jobs of a checkpoint need beyond the known answers."""
     calls: dict[str, Any] = {}
     texts: dict[str, tuple[str, str]] = {}
+    characters: set[str] = set()
     for key, job in jobs:
         answer = known["calls"].get(key)
+        odd = set(_ODD.findall(f"{job.spec.prompt}{job.spec.negative_prompt or ''}"))
+        characters |= (odd := odd - known["unknown"].keys())
         most = SAFE_BYTES if answer is None else answer["most_bytes"]
         new = {_text_id(key, text): (key, text) for text in _long_texts(job.spec, most)}
         texts |= (new := {name: text for name, text in new.items() if name not in known["texts"]})
-        if new or answer is None:
+        if new or odd or answer is None:
             calls.setdefault(key, asdict(job.spec))
-    return {"calls": calls, "texts": texts}
+    return {"calls": calls, "texts": texts, "characters": sorted(characters)}
 
 
 def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem:
@@ -393,6 +397,9 @@ def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem
             kind = f"the end of a long {name} has no effect, because no text encoder reads it"
             shown = " ".join(rest[:_SHOWN_WORDS]) + (" ..." if len(rest) > _SHOWN_WORDS else "")
             job = job.warned(Warned(kind, f"{len(rest)} words from {shown!r}"))
+        if unknown := [each for each in dict.fromkeys(_ODD.findall(text)) if found["unknown"].get(each)]:
+            kind = f"characters of the {name} have no effect on a text encoder whose tokenizer lacks them"
+            job = job.warned(Warned(kind, " ".join(unknown)))
     return job
 
 
@@ -411,7 +418,9 @@ def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
     return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
 
 
-_ANSWERS = 5
+_ODD = re.compile(r"""[^A-Za-z0-9\s.,;:!?'"()/&%$#@*+=_-]""")
+"""Characters that a tokenizer may not know."""
+_ANSWERS = 6
 """A number that rises when calls are tried otherwise."""
 
 
@@ -424,7 +433,7 @@ def _place(checkpoint: Path) -> Path:
 
 
 def _read(checkpoint: Path) -> Answers:
-    found: Answers = {"calls": {}, "texts": {}}
+    found: Answers = {"calls": {}, "texts": {}, "unknown": {}}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(_place(checkpoint).read_text())
     return found

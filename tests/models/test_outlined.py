@@ -79,6 +79,7 @@ def test_answers_say_what_is_refused_and_what_is_read(folder):
             "fits": ("plain", "fox " * 50),
             "cut": ("short", "fox " * 50),
         },
+        "characters": ["狐", "x"],
     }
     found = answers(asked)
     calls = found["calls"]
@@ -88,6 +89,7 @@ def test_answers_say_what_is_refused_and_what_is_read(folder):
     assert found["texts"]["fits"] == 200
     assert found["texts"]["long"] < 1600
     assert found["texts"]["cut"] < 200
+    assert found["unknown"] == {"狐": True, "x": False}
 
 
 def refusals(folder: Path, name: str, **jobs: dict[str, Any]) -> dict[str, str | None]:

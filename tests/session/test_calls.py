@@ -33,6 +33,7 @@ def asked(monkeypatch, tmp_path):
                     for key, fields in each["calls"].items()
                 },
                 "texts": dict.fromkeys(each["texts"], 5),
+                "unknown": {one: one == "狐" for one in each["characters"]},
             }
             for each in questions
         ]
@@ -50,6 +51,16 @@ def judged(tmp_path, *specs, **options):
     jobs, problems = admit(specs, default_model="flux", find_model=lambda name: model)
     assert not problems
     return admission.try_calls(jobs, trusts_code=False, **options)
+
+
+def test_characters_that_a_tokenizer_lacks_are_warned_about(asked, tmp_path):
+    kept, _ = judged(tmp_path, {"prompt": "a 狐 {fox}"}, {"negative_prompt": "狐狐"}, {"prompt": "a é"})
+    assert asked[0][0]["characters"] == ["{", "}", "é", "狐"]
+    lost = "characters of the {} have no effect on a text encoder whose tokenizer lacks them: 狐"
+    found = [[str(each) for each in job.info.warnings if "characters" in each.kind] for job in kept]
+    assert found == [[lost.format("prompt")], [lost.format("negative_prompt")], []]
+    judged(tmp_path, {"prompt": "a 狐 {fox}"})
+    assert len(asked) == 1
 
 
 def test_a_call_is_asked_about_once_for_equal_arguments(asked, tmp_path):

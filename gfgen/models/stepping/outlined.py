@@ -276,6 +276,15 @@ def read_characters(text: str, limits: Mapping[str, tuple[str, int]], tokenizers
     return len(text) if kept == len(ends) else ends[kept - 1] if kept else 0
 
 
+def unknown_of(characters: Iterable[str], tokenizers: Mapping[str, Any]) -> dict[str, bool]:
+    """Which characters become the token for unknown text in one of the tokenizers."""
+    kept = [each for each in tokenizers.values() if isinstance(each, PreTrainedTokenizerBase)]
+    return {
+        one: any(each.unk_token_id in each(one, add_special_tokens=False)["input_ids"] for each in kept)
+        for one in characters
+    }
+
+
 def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = Path(asked["checkpoint"])
     calls: dict[str, dict[str, Any]] = {}
@@ -305,7 +314,7 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
         name: read_characters(text, limits_of[key], tokenizers) if limits_of[key] else len(text)
         for name, (key, text) in asked["texts"].items()
     }
-    return {"calls": calls, "texts": texts}
+    return {"calls": calls, "texts": texts, "unknown": unknown_of(asked.get("characters", ()), tokenizers)}
 
 
 if __name__ == "__main__":
