@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
@@ -105,6 +106,12 @@ def test_line_of_an_ended_job_has_file_seconds_and_verdict(
     status: str, deadline_s: float | None, line: str
 ) -> None:
     assert outcome_line(outcome(job_info("a"), status=status, deadline_s=deadline_s)) == line
+
+
+def test_line_of_a_done_job_tells_what_the_model_made_otherwise() -> None:
+    info = job_info("a")
+    made = replace(outcome(info), made=(9, 128, 256))
+    assert outcome_line(made) == f"done a: a.mp4 in 4.0 s ({info.difference((9, 128, 256))})"
 
 
 def test_lines_tell_starts_ends_and_now_and_then_the_batch(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,9 @@ def test_another_size_than_that_of_the_job_is_told() -> None:
     assert INFO.difference((2, 16, 24)) == "the model made 24x16 with 2 frames, not 16x16 with 1 frames"
     sizeless = replace(INFO, spec=replace(INFO.spec, width=None, height=None))
     assert sizeless.difference((1, 48, 24)) is None
+    video = replace(INFO.spec, frames=1, fps=8)
+    of_a_video = replace(INFO, asked=replace(video, frames=None), spec=video)
+    assert of_a_video.difference((17, 16, 16)) is None
 
 
 def test_a_job_with_several_files_names_all_of_them() -> None:

@@ -193,6 +193,8 @@ def outcome_line(outcome: JobOutcome) -> str:
     first, last = outcome.file_names[0], outcome.file_names[-1]
     file = first if first == last else f"{first} to {PurePath(last).name}"
     line = f"done {info.job_id}: {file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
+    if outcome.made and (difference := info.difference(outcome.made)):
+        line = f"{line} ({difference})"
     if outcome.deadline_s is None:
         return line
     margin = in_words(abs(outcome.deadline_s - outcome.ended_s))

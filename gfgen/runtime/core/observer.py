@@ -52,11 +52,13 @@ class JobInfo:
     def difference(self, made: tuple[int, int, int]) -> str | None:
         """How frames, height and width of its files differ from those that it ran with; None if equal."""
         frames, height, width = made
-        own = self.spec.made_size
-        asked = (self.spec.frames or 1, own[1] or height, own[0] or width)
+        own, number = self.spec.made_size, self.spec.frames or 1
+        if number == 1 and self.spec.fps and self.asked.frames is None:
+            number = frames  # of a video whose length no field says
+        asked = (number, own[1] or height, own[0] or width)
         if (frames, height, width) == asked:
             return None
-        wanted = f"{self.spec.size_text} with {self.spec.frames or 1} frames"
+        wanted = f"{self.spec.size_text} with {number} frames"
         return f"the model made {width}x{height} with {frames} frames, not {wanted}"
 
 
