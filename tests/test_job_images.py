@@ -228,5 +228,9 @@ def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) ->
     save_file({name: numbers * np.nan}, tmp_path / "b.safetensors")
     with pytest.raises(LoraError, match="has NaN or infinity"):
         files.check("b.safetensors", None)
+    other = {f"diffusion_model.{name}": numbers, name.replace("lora_A", "lora_B"): numbers * 0}
+    save_file(other, tmp_path / "d.safetensors")
+    with pytest.raises(LoraError, match="has no effect, because its second factors are all 0"):
+        files.check("d.safetensors", None)
     with pytest.raises(LoraError, match=r"c\.safetensors"):
         files.check("c.safetensors", None)

@@ -274,6 +274,8 @@ MAX_LORA_BYTES = 8 * 2**30
 USUAL_NAME = "pytorch_lora_weights.safetensors"
 MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that diffusers converts
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_UP = re.compile(r"lora_B|up\.|lokr_w2|\.diff(_b)?$")
+"""In names of tensors of which one that is not 0 changes a weight."""
 _EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
 _EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
 """By type of number: how its bits are read, and those that are all set in NaN and infinity."""
@@ -383,12 +385,17 @@ def _check_numbers(path: Path) -> None:
         start = 8 + (length := int.from_bytes(file.read(8), "little"))
         entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
     content = np.memmap(path, mode="r")
+    has_effect = []
     for name, entry in entries.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
         if (kind := _EXPONENTS.get(entry["dtype"])) is not None:
             bits = content[begin:end].view(kind[0])
             if np.any((bits & kind[1]) == kind[1]):
                 raise LoraError(f"{path}: {name} has NaN or infinity")
+            if _UP.search(name):
+                has_effect.append(bits.any())
         elif not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
+    if has_effect and not any(has_effect):
+        raise LoraError(f"{path}: has no effect, because its second factors are all 0, as before training")

@@ -351,7 +351,7 @@ def test_a_dora_is_refused(model: str, files: list[Path], tmp_path: Path) -> Non
         length = torch.ones(tensors[name].shape[0])
         tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = length
     save_file(tensors, path := tmp_path / "dora.safetensors")
-    with pytest.raises(ModelError, match="is a DoRA"):
+    with pytest.raises(ModelError, match="of the kind DoRA"):
         MergedLoras(loaded(model)).merge(asked((path, 1.0)))
 
 

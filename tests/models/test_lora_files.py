@@ -322,6 +322,15 @@ def test_settings_that_cannot_act_are_refused(settings: Any, problem: str, tmp_p
         check(save(made, tmp_path / "lora"), pipeline)
 
 
+def test_files_of_another_kind_are_named(tmp_path: Path) -> None:
+    pipeline = MODELS["qwen"]()
+    name, layer = next(iter(layers(pipeline).items()))
+    sizes = {"w1_a": (layer.out_features, 2), "w1_b": (2, layer.in_features)}
+    factors = {f"lora_unet_{name}.hada_{kind}": torch.ones(size) for kind, size in sizes.items()}
+    with pytest.raises(ModelError, match=r"is of the kind LoHa \(lora_unet_.*hada_w1_a, .* give a LoRA"):
+        check(save(Made(factors, {}), tmp_path / "lora"), pipeline)
+
+
 def test_files_in_every_order_of_three_give_what_each_gives_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pipeline, noise = MODELS["flux"](), torch.Generator().manual_seed(1)

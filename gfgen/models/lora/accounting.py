@@ -41,7 +41,7 @@ _KINDS = {f"{down}.weight": "down" for down, _ in _PAIRS} | {f"{up}.weight": "up
 _KINDS |= {f"{up}.bias": "up_bias" for _, up in _PAIRS} | {name: name for name in _WHOLE}
 _TENSOR = re.compile(rf"(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
 _ADAPTER = re.compile(r"(\.lora_[AB]|\.lokr_w[12](?:_[ab])?)\.(?!weight$|bias$)[^.]+(?=\.weight$|\.bias$|$)")
-_DORA = re.compile(r"dora_scale|lora_magnitude_vector")
+_OTHER_KINDS = {"DoRA": "dora_scale|lora_magnitude_vector", "LoHa": "hada_w[12]_|hada_t", "OFT": "oft_"}
 _METADATA = "lora_adapter_metadata"
 """Key of a file's metadata with settings of peft. Source: diffusers 0.42 loaders/lora_base.py."""
 _UNSUPPORTED = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
@@ -183,9 +183,10 @@ class Match:
     def error(self, pipeline: str) -> str | None:
         """Why it cannot be merged, also if what the models lack is left out."""
         found = []
-        if doras := [name for name in self.odd if _DORA.search(name)]:
-            found.append(f"is a DoRA ({first(doras)}), which gfgen cannot merge")
-        elif self.odd:
+        for kind, pattern in _OTHER_KINDS.items():
+            if names := [name for name in self.odd if re.search(pattern, name)]:
+                found.append(f"is of the kind {kind} ({first(names)}), which gfgen cannot merge; give a LoRA")
+        if self.odd and not found:
             found.append(f"{counted(len(self.odd), 'tensor')} of it fill nothing: {first(self.odd)}")
         if self.missing:
             found.append(f"lacks {counted(len(self.missing), 'tensor')}: {first(self.missing)}")
