@@ -184,11 +184,12 @@ class TestWhatIsSaidOfFiles:
 
 
 def warnings_of(folder: Path, **fields: Any) -> list[str]:
-    spec, problems = parse_job({"prompt": "a star", "model": "shapes", **fields}, folder=folder)
+    job = {"prompt": "a star", "model": "shapes", "size": "192x128", **fields}
+    spec, problems = parse_job(job, folder=folder)
     assert isinstance(spec, JobSpec)
-    (job,), refused = admit([spec], default_model="shapes", find_model=find_weightless)
+    (admitted,), refused = admit([spec], default_model="shapes", find_model=find_weightless)
     assert (problems, refused) == ((), ())
-    return list(map(str, job.info.warnings))
+    return list(map(str, admitted.info.warnings))
 
 
 class TestWarningsOfAJob:

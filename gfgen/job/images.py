@@ -233,6 +233,17 @@ def remarks_on(path: str, sha256: str, *, argument: str) -> tuple[Warned, ...]:
     return ()
 
 
+@functools.lru_cache(4096)
+def upright_size(path: str, sha256: str) -> tuple[int, int] | None:
+    """Width and height of a picture with this hash; None if it cannot be read any more."""
+    from PIL import Image
+
+    with contextlib.suppress(OSError), Image.open(path, formats=IMAGE_FORMATS) as picture:
+        is_turned = picture.format != "TIFF" and picture.getexif().get(274, 1) > 4
+        return picture.size[::-1] if is_turned else picture.size
+    return None
+
+
 def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
     from PIL import Image
 

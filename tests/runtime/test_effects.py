@@ -2,6 +2,7 @@
 
 import pytest
 from builders import geometry_of
+from PIL import Image
 
 from gfgen.errors import Warned
 from gfgen.job.spec import JobSpec
@@ -116,6 +117,28 @@ def test_details_name_what_stands_in_the_prompt():
 @pytest.mark.parametrize("prompt", ["a sign (aspect ratio 16:9)", "we meet (12:30)", "it says --stop-- now"])
 def test_what_people_write_in_prompts_is_no_weight_and_no_option(prompt):
     assert not any(pattern.search(prompt) for pattern in admission.IN_PROMPTS.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "turned", "is_told"),
+    [
+        ("shapes", (64, 64), 1, False),
+        ("shapes", (128, 64), 1, True),
+        ("shapes", (128, 64), 6, False),
+        ("img2img", (128, 64), 1, True),
+        ("kontext", (128, 64), 1, False),
+    ],
+)
+def test_a_picture_of_other_proportions_is_told(model, size, turned, is_told, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "kontext", geometry_of("FluxKontextPipeline", transformer={}))
+    exif = Image.Exif()
+    exif[274] = turned
+    Image.new("RGB", (64, 128) if turned > 4 else (64, 64)).save(tmp_path / "a.png", exif=exif)
+    width, height = size
+    found = warnings_of(
+        model=model, width=width, height=height, image=str(tmp_path / "a.png"), image_sha256=f"{turned}"
+    )
+    assert ("a picture is stretched to other proportions" in found) is is_told
 
 
 @pytest.mark.parametrize("model", ["dynamic", "tiny-qwen-image"])

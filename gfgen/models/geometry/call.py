@@ -51,6 +51,7 @@ _PICTURES = re.compile(r"Image|PipelineMaskInput")
 _ARRAYS = re.compile(r"Tensor|ndarray")
 
 _OTHER_BRANCH = re.compile(r"\b(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
+_STRETCHES = re.compile(r"preprocess\(image, (height=)?height, (width=)?width(, crops_coords=.*)?\)")
 _SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
 _NEEDS_SCIPY = ("use_beta_sigmas",)
@@ -148,6 +149,8 @@ class CallSignature:
     """The setting of the model that decides whether a guidance scale has an effect; None if none does."""
     calls_branches_apart: bool = False
     """Whether a guided step calls the transformer once for each branch."""
+    stretches: bool = False
+    """Whether `image` takes the size of the result, whatever its proportions."""
 
     @property
     def args(self) -> Mapping[str, str]:
@@ -269,6 +272,7 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
     steps_scheduler = any(name.endswith("scheduler.step") for name in called)
     guidance = _guidance(found, method_of("do_classifier_free_guidance"))
     guidance["calls_branches_apart"] = _OTHER_BRANCH.search(ast.unparse(found)) is not None
+    guidance["stretches"] = _STRETCHES.search(ast.unparse(found)) is not None
     return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler, **guidance)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
-from gfgen.job.images import TRANSPARENT, remarks_on
+from gfgen.job.images import TRANSPARENT, remarks_on, upright_size
 from gfgen.job.packed import FEW, Form, Packed
 from gfgen.job.samplers import FLOW, ignored_schedule
 from gfgen.job.spec import (
@@ -32,7 +32,7 @@ from gfgen.layout import Limits
 from gfgen.models.geometry.call import takes_eta
 from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.models.geometry.pipeline import PipelineGeometry
-from gfgen.models.geometry.rules import evaluations_key
+from gfgen.models.geometry.rules import evaluations_key, known
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import SHRINKS, Content
 from gfgen.system.wording import counted, in_lines
@@ -275,6 +275,8 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
     if info.rounding is not None:
         yield Warned(f"rounded by {info.spec.model}", info.rounding)
     yield from _warnings_of_inputs(info.spec, has_alpha=geometry.has_alpha)
+    if not isinstance(geometry, PipelineGeometry) or geometry.signature.stretches:
+        yield from _stretched(info.spec)
     has_clip = isinstance(geometry, PipelineGeometry) and geometry.has_clip
     if asked.prompt_syntax != info.spec.prompt_syntax:
         asked = replace(asked, prompt_syntax=info.spec.prompt_syntax)
@@ -327,6 +329,15 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
     yield from others if has_alpha or spec.background else remarks
     if spec.background and not has_alpha and others == remarks:
         yield Warned("background has no effect: no pixel of a picture is transparent")
+
+
+def _stretched(spec: JobSpec) -> Iterator[Warned]:
+    """Pictures whose proportions differ from the result's by more than a tenth."""
+    for path in (path for name, path in input_files(spec) if name == "image" and spec.width and spec.height):
+        size = upright_size(str(path), str(spec.image_sha256 or spec.files_sha256))
+        if size and not 0.9 < size[0] * known(spec.height) / size[1] / known(spec.width) < 1.1:
+            detail = "{}: {}x{}".format(path.name, *size)
+            yield Warned("a picture is stretched to other proportions", f"{detail} -> {spec.size_text}")
 
 
 def tell_of_warnings(warnings: Iterable[tuple[JobSpec, Iterable[Warned]]], *, source: str = "") -> None:
