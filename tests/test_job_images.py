@@ -125,7 +125,9 @@ class TestFormats:
 
 
 def remarks(path: Path, argument: str = "video") -> list[str]:
-    return list(map(str, remarks_on(str(path), "", argument=argument)))
+    """Without the rate, which counts beside that of a job."""
+    found = remarks_on(str(path), "", argument=argument)
+    return [str(each) for each in found if each.kind != images.RATE]
 
 
 class TestWhatIsSaidOfFiles:

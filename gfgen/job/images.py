@@ -215,6 +215,7 @@ def _white_of(picture: Image.Image) -> float:
     return next((x for x in (1.0, 255.0, 65_535.0)[picture.mode == "I" :] if most <= x), most)
 
 
+RATE = "frames of a video count once each, so at another `fps` it plays faster or slower"
 TRANSPARENT = "transparent pixels become white; `background` gives them another colour"
 
 
@@ -279,6 +280,7 @@ def _remarks_on_video(path: Path) -> Iterator[Warned]:
         if read != len(ticks):
             detail = f"{path.name}: {len(ticks)} become {read}, {per_second:g} per second"
             yield Warned("frames of uneven times are repeated or left out", detail)
+        yield Warned(RATE, f"{path.name} has {per_second:.3g}")
 
 
 MAX_LORA_BYTES = 8 * 2**30

@@ -2,9 +2,11 @@
 
 import pytest
 from builders import geometry_of
+from movies import write_videos
 from PIL import Image
 
 from gfgen.errors import Warned
+from gfgen.job.images import RATE
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core import admission
 from gfgen.runtime.core.admission import ResolvedModel, admit
@@ -139,6 +141,15 @@ def test_a_picture_of_other_proportions_is_told(model, size, turned, is_told, tm
         model=model, width=width, height=height, image=str(tmp_path / "a.png"), image_sha256=f"{turned}"
     )
     assert ("a picture is stretched to other proportions" in found) is is_told
+
+
+@pytest.mark.parametrize(("fps", "is_told"), [(None, True), (30, False), (29.97, False), (24, True)])
+def test_a_video_of_another_rate_than_the_jobs_is_told(fps, is_told, tmp_path, monkeypatch):
+    geometry = geometry_of("WanVideoToVideoPipeline", transformer={"patch_size": [1, 2, 2]})
+    monkeypatch.setitem(MODELS, "v2v", geometry)
+    files = {"video": str(write_videos(tmp_path) / "even.mp4")}
+    found = warnings_of(model="v2v", width=64, height=32, fps=fps, files=files, files_sha256={"video": ""})
+    assert found == [RATE] * is_told
 
 
 @pytest.mark.parametrize("model", ["dynamic", "tiny-qwen-image"])

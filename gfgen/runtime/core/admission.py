@@ -15,7 +15,7 @@ from typing import Any
 
 from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
-from gfgen.job.images import TRANSPARENT, remarks_on, upright_size
+from gfgen.job.images import RATE, TRANSPARENT, remarks_on, upright_size
 from gfgen.job.packed import FEW, Form, Packed
 from gfgen.job.samplers import FLOW, ignored_schedule
 from gfgen.job.spec import (
@@ -324,6 +324,7 @@ def _warnings_of_inputs(spec: JobSpec, *, has_alpha: bool) -> Iterator[Warned]:
         for name, path in input_files(spec)
         if name in hashes
         for remark in remarks_on(str(path), str(hashes[name]), argument=name)
+        if remark.kind != RATE or (spec.fps and not remark.detail.endswith(f" {spec.fps:.3g}"))
     ]
     others = [remark for remark in remarks if remark.kind != TRANSPARENT]
     yield from others if has_alpha or spec.background else remarks
