@@ -215,7 +215,7 @@ class TestModelsWithFieldsOfTheirOwn:
             tmp_path,
             args={"max_sequence_length": 64},
             files={"mask_image": "a.png"},
-            scheduler={"class": "euler", "shift": 2},
+            scheduler={"class": "euler", "shift": 1},
             sigmas=[1, 0.5],
         )
         with pytest.raises(JobError) as refused:
