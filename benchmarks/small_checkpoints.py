@@ -1,6 +1,6 @@
 """Small random checkpoints of diffusers' classes, for trials; made by tests/small_checkpoints.py.
 
-    python -m benchmarks.small_checkpoints DIR [NAME...]
+python -m benchmarks.small_checkpoints DIR [NAME...]
 """
 
 import runpy
