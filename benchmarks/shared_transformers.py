@@ -26,7 +26,7 @@ from gfgen.gfc.endpoint import Endpoint
 from gfgen.layout import Layout
 from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.plans import own_plan
+from gfgen.models.parallel.plans import PLANS
 from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
@@ -139,17 +139,10 @@ def hunyuan_still() -> Case:
     return model, video(text_tokens=11, **given)
 
 
-def longcat() -> Case:
-    return like_flux(diffusers.LongCatImageTransformer2DModel(**FLUX, pooled_projection_dim=16))
-
-
 def ovis() -> Case:
-    return like_flux(diffusers.OvisImageTransformer2DModel(**FLUX, out_channels=8))
-
-
-def like_flux(model: nn.Module) -> Case:
     _, inputs = flux()
-    return model, {name: x for name, x in inputs.items() if name not in ("pooled_projections", "guidance")}
+    given = {name: x for name, x in inputs.items() if name not in ("pooled_projections", "guidance")}
+    return diffusers.OvisImageTransformer2DModel(**FLUX, out_channels=8), given
 
 
 def skyreels() -> Case:
@@ -179,19 +172,6 @@ def ltx2(**config: Any) -> Case:
 
 def ltx2_split() -> Case:
     return ltx2(rope_type="split")
-
-
-def minimax() -> Case:
-    widths = {"hidden_size": 64, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 8, "text_dim": 32}
-    widths |= {"freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 16, "rope_freq_dim": 2}
-    model = diffusers.MiniMaxH3Transformer3DModel(**HEADS, **widths, num_layers=2, num_refiner_layers=1)
-    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
-    places = {"video_indices": order[:21], "audio_indices": order[21:30], "text_indices": order[30:]}
-    tags = torch.zeros(37, dtype=torch.long)
-    tags = tags.index_fill(0, order[30:], 1).index_fill(0, order[21:30], 2)
-    given: Inputs = {"timestep": torch.tensor([0.0, 0.5]), "timestep_indices": tags.eq(0).long()}
-    given |= {"token_tags": tags, "position_ids": ids(37, 3), "audio_hidden_states": random(1, 9, 8)}
-    return model, tokens(21, 7, channels=16, **given, **places)
 
 
 def qwen(**config: Any) -> Case:
@@ -260,7 +240,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     case.__name__.replace("_", "-"): case
     for case in (
         *(chronoedit, cogvideox, cogvideox_rotary, flux, flux_controlnet, flux2, helios, helios_history),
-        *(hunyuan, hunyuan_image, hunyuan_still, longcat, ltx, ltx2, ltx2_split, minimax, ovis, qwen),
+        *(hunyuan, hunyuan_image, hunyuan_still, ltx, ltx2, ltx2_split, ovis, qwen),
         *(qwen_controlnet, qwen_edit, qwen_layered, sd3, sd3_controlnet, skyreels, wan, wan_vace, z_image),
         z_image_controlnet,
     )
@@ -367,7 +347,7 @@ def main() -> None:
             found = shared_forward(ranks, layout_of(degree), model, inputs)
             assert all(map(torch.equal, found[0], other) for other in found)
             row.append(f"{difference(found[0], wanted):.1e}")
-        own, has_class_plan = own_plan(model), getattr(model, "_cp_plan", None) is not None
+        own, has_class_plan = PLANS.get(type(model).__name__), getattr(model, "_cp_plan", None) is not None
         source = "class" if own is None else "own" if own.replaces_class or not has_class_plan else "both"
         print(" | ".join([f"| {name}", f"`{type(model).__name__}`", source, *row, ""]), flush=True)
 

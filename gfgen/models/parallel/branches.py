@@ -27,7 +27,6 @@ from gfgen.errors import ModelError
 from gfgen.gfc.group import Collectives
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.parallel import Parallel, held, rehearsal
-from gfgen.models.parallel.plans import Plan, own_plan
 from gfgen.models.parallel.sequence_parallel import active
 
 T = TypeVar("T")
@@ -35,6 +34,8 @@ Evaluate = Callable[[nn.Module, inspect.BoundArguments], Any]
 
 BATCH_ELSEWHERE = frozenset(("HiDreamImageTransformer2DModel",))
 """Classes with an argument whose batch is in another dimension than the first (a text for each layer)."""
+UNBATCHED = frozenset(("img_ids", "txt_ids", "image_rotary_emb"))
+"""Arguments of forwards whose first dimension is no batch."""
 
 
 def evaluate_itself(transformer: nn.Module, arguments: inspect.BoundArguments) -> Any:
@@ -56,9 +57,8 @@ class _Call:
         part = inspect.BoundArguments(self.arguments.signature, self.arguments.arguments.copy())
         if stop - start < len(self.samples):
             self._check_samples()
-            unbatched = (own_plan(self.transformer) or Plan()).unbatched
             for name, value in part.arguments.items():
-                if name not in unbatched:
+                if name not in UNBATCHED:
                     part.arguments[name] = self._part(value, slice(start, stop))
         return evaluate(self.transformer, part)
 

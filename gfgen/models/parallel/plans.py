@@ -82,20 +82,16 @@ class Plan:
     """How one class is shared.
 
     attentions: module pattern -> the streams it attends over: `ALL`, names of streams, or `KEYS` and a name.
-    unbatched: arguments of the forward whose first dimension is no batch (branches.py).
     replaces_class: whether the class's `_cp_plan` is ignored.
     """
 
     changes: Mapping[str, Entry] = field(default_factory=dict)
     attentions: Mapping[str, str] = field(default_factory=dict)
-    unbatched: frozenset[str] = frozenset(("img_ids", "txt_ids", "image_rotary_emb"))
     replaces_class: bool = False
 
 
 OUT: Entry = {0: Gather(1)}
 BOTH: Entry = {PICTURE: Cut(1, PICTURE), TEXT: Cut(1, TEXT)}
-
-MODALITIES = ("video_indices", "audio_indices", "text_indices")
 
 HUNYUAN = Plan(
     {
@@ -111,10 +107,6 @@ HUNYUAN = Plan(
         },
         "proj_out": OUT,
     },
-    {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
-)
-LIKE_FLUX = Plan(
-    {"": {**BOTH, "img_ids": Cut(-2), "txt_ids": Cut(-2)}, "proj_out": OUT},
     {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
 )
 
@@ -146,7 +138,6 @@ PLANS: Mapping[str, Plan] = {
     ),
     "HunyuanImageTransformer2DModel": HUNYUAN,
     "HunyuanVideoTransformer3DModel": HUNYUAN,
-    "LongCatImageTransformer2DModel": LIKE_FLUX,
     # The classes of LTX cut the text, too. Whole, it needs no exchange: video attends to it alone.
     "LTXVideoTransformer3DModel": Plan(
         {
@@ -173,12 +164,10 @@ PLANS: Mapping[str, Plan] = {
         {"transformer_blocks.*.attn1": PICTURE, "transformer_blocks.*.video_to_audio_attn": KEYS + PICTURE},
         replaces_class=True,
     ),
-    # The text's refiner is in front of the cut.
-    "MiniMaxH3Transformer3DModel": Plan(
-        attentions={"transformer_blocks.*.attn": ALL},
-        unbatched=frozenset(("timestep", "timestep_indices", "token_tags", "position_ids", *MODALITIES)),
+    "OvisImageTransformer2DModel": Plan(
+        {"": {**BOTH, "img_ids": Cut(-2), "txt_ids": Cut(-2)}, "proj_out": OUT},
+        {"transformer_blocks.*.attn": JOINT, "single_transformer_blocks.*.attn": JOINT},
     ),
-    "OvisImageTransformer2DModel": LIKE_FLUX,
     "QwenImageTransformer2DModel": Plan({"": {"controlnet_block_samples": Cut(1)}}),
     "SD3Transformer2DModel": Plan(
         {
@@ -231,7 +220,8 @@ def plan_of(transformer: nn.Module) -> Plan:
     Raises: ModelError for a class without one, or with an unsupported `_cp_plan`.
     """
     name = type(transformer).__name__
-    own = own_plan(transformer)
+    classes = (each.__name__ for each in type(transformer).__mro__)
+    own = next((PLANS[each] for each in classes if each in PLANS), None)
     cp_plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
     if own is not None and (own.replaces_class or cp_plan is None):
         return own
@@ -243,12 +233,7 @@ def plan_of(transformer: nn.Module) -> Plan:
         return Plan(changes, attentions)
     for pattern, entry in own.changes.items():
         changes[pattern] = {**changes.get(pattern, {}), **entry}
-    return Plan(changes, own.attentions or attentions, own.unbatched)
-
-
-def own_plan(transformer: nn.Module) -> Plan | None:
-    classes = (each.__name__ for each in type(transformer).__mro__)
-    return next((PLANS[name] for name in classes if name in PLANS), None)
+    return Plan(changes, own.attentions or attentions)
 
 
 def _entry(name: str, pattern: str, given: object) -> Entry:
