@@ -1,6 +1,6 @@
-import errno
-import mmap
 import os
+import subprocess
+import sys
 
 import pytest
 from builders import make_job, simulated_control
@@ -8,6 +8,7 @@ from journal_reader import read_journal, read_runs
 
 from gfgen.errors import InputError, OutputError
 from gfgen.runtime.core.events import Event, JobArrived, RankTimes, TaskDone, Wakeup
+from gfgen.runtime.files import journal as journal_module
 from gfgen.runtime.files.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.files.resume import RunStart
 
@@ -140,19 +141,37 @@ def test_arrivals_of_a_force_are_those_of_its_own_runs(tmp_path):
     assert found == {None: 101.0, 0: 201.0, 90: 401.0}
 
 
-def test_arrivals_are_found_where_a_file_system_maps_no_files(tmp_path, monkeypatch):
+def test_a_journal_that_is_truncated_while_it_is_read_does_not_end_the_process(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, header={"started_at": 90.0})
-    journal.append(JobArrived(1.5, "fox", "hash"))
+    for number in range(1000):
+        journal.append(JobArrived(1.5, f"fox-{number}", "hash"))
     journal.close()
-
-    def refuse(*_, **__):
-        raise OSError(errno.ENODEV, "no such device")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    assert first_arrivals(path) == {("fox", "hash"): 91.5}
-    path.write_bytes(b"")
+    program = "import os, sys\nfrom pathlib import Path\nfrom gfgen.runtime.files.journal import arrivals\n"
+    program += "found = arrivals(Path(sys.argv[1]))\nnext(found)\nos.truncate(sys.argv[1], 0)\nlist(found)\n"
+    assert subprocess.run([sys.executable, "-c", program, path]).returncode == 0
     assert first_arrivals(path) == {}
+
+
+@pytest.mark.parametrize("size", [1, 300, 2**24])
+def test_blocks_of_a_journal_hide_no_arrival(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(journal_module, "_BLOCK_BYTES", size)
+    path = tmp_path / "journal.jsonl"
+    for started_at in (100.0, 200.0):
+        journal = Journal(path, header={"started_at": started_at})
+        for name in ("fox", "owl", f"hen-{started_at:g}"):
+            journal.append(JobArrived(1.0, name, "hash"))
+        journal.close()
+    with path.open("ab") as file:
+        file.write(b'{"event": "JobArrived", "torn')
+    assert {name: at for (name, _), at in first_arrivals(path).items()} == {
+        "fox": 101.0,
+        "owl": 101.0,
+        "hen-100": 101.0,
+        "hen-200": 201.0,
+    }
+    last = [(at, each["job_id"]) for at, each in journal_module.arrivals(path, is_last=True)]
+    assert last == [(200.0, "fox"), (200.0, "owl"), (200.0, "hen-200")]
 
 
 def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):

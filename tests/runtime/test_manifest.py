@@ -137,7 +137,7 @@ def test_lines_that_are_not_ours_count_as_absent_and_are_named(
     path = write(tmp_path, outcome(job_info("b")))
     path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n" + path.read_bytes())
     assert list(read_manifest(path)) == ["b"]
-    assert "manifest.jsonl: no manifest lines, ignored: 1, from line 1 on" in caplog.text
+    assert "manifest.jsonl: no manifest lines, ignored: 1, such as " in caplog.text
 
 
 def test_many_lines_that_are_not_ours_are_one_warning(
@@ -148,9 +148,8 @@ def test_many_lines_that_are_not_ours_are_one_warning(
     assert list(read_manifest(path)) == ["b"]
     assert ManifestIndex(tmp_path).get("b")
     assert [each.getMessage() for each in caplog.records] == [
-        f"{path}: no manifest lines, ignored: 3, from line 1 on",
-        f"{path}: no manifest lines, ignored: 3, from byte 0 on",
-    ]
+        f"{path}: no manifest lines, ignored: 3, such as '<html>'"
+    ] * 2
 
 
 def test_a_job_whose_line_lost_its_keys_runs_again(tmp_path: Path) -> None:

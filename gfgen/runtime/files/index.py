@@ -21,7 +21,15 @@ from gfgen.job.packed import FEW
 from gfgen.job.reader import KEY_BYTES, DoneJob
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, ended_at, entry_of, stands
+from gfgen.runtime.files.manifest import (
+    MANIFEST_NAME,
+    SIMULATED,
+    ManifestLine,
+    ended_at,
+    entry_of,
+    stands,
+    warn_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +118,10 @@ class ManifestIndex(Observer):
                     status = SIMULATED if entry.get(SIMULATED) else entry.get("status")
                     rows.append((entry["id"], start, len(line), status, ended_at(entry)))
                 elif line.strip():
-                    others.append(start)
+                    others.append(line)
                 start += len(line)
             self._db.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?, ?, ?)", rows)
-        if others:
-            text = "%s/%s: no manifest lines, ignored: %d, from byte %d on"
-            logger.warning(text, self._folder, MANIFEST_NAME, len(others), others[0])
+        warn_of(others, self._folder / MANIFEST_NAME)
         return start
 
     def get(self, job_id: str, default: Any = None) -> Any:

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import logging
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 JOURNAL_NAME = "journal.jsonl"
 VERSION = 2
 READABLE = (1, VERSION)  # versions that one file may contain
-_MAX_HEADER_BYTES = 65536
+_MAX_HEADER_BYTES, _BLOCK_BYTES = 65536, 2**24
 _HEADER = b'{"gfgen_journal"'
 
 EVENT_TYPES = {
@@ -190,28 +189,32 @@ def headers(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entries(path: Path, *marks: bytes, is_last: bool = False) -> Iterator[dict[str, Any]]:
     """The lines with one of these texts, or those of the last run, except those that cannot be read."""
-    content = _content(path)
-    start = max(0, content.rfind(_HEADER)) if is_last else 0
-    places = {mark: content.find(mark, start) for mark in marks}
-    while found := [place for place in places.values() if place >= 0]:
-        begin = content.rfind(b"\n", start, min(found)) + 1 or start
-        end = content.find(b"\n", begin) + 1 or len(content)
-        places |= {mark: content.find(mark, end) for mark, place in places.items() if 0 <= place < end}
-        with contextlib.suppress(ValueError):
-            if isinstance(entry := json.loads(content[begin:end]), dict):
-                yield entry
+    first = (0, 0)  # block, and byte in it
+    if is_last:
+        ends = ((number, block.rfind(_HEADER)) for number, block in enumerate(_blocks(path)))
+        first = max((place for place in ends if place[1] >= 0), default=first)
+    for number, block in enumerate(_blocks(path)):
+        start = first[1] if number == first[0] else 0 if number > first[0] else len(block)
+        places = {mark: block.find(mark, start) for mark in marks}
+        while found := [place for place in places.values() if place >= 0]:
+            begin = block.rfind(b"\n", start, min(found)) + 1 or start
+            end = block.find(b"\n", begin) + 1 or len(block)
+            places |= {mark: block.find(mark, end) for mark, place in places.items() if 0 <= place < end}
+            with contextlib.suppress(ValueError):
+                if isinstance(entry := json.loads(block[begin:end]), dict):
+                    yield entry
 
 
-def _content(path: Path) -> mmap.mmap | bytes:
-    """Nothing if it cannot be read, or may have no end, as a device."""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Whole lines of a file; none if it cannot be read, or may have no end, as a device.
+
+    It is not mapped: a mapped file that another process truncates ends this process (SIGBUS).
+    """
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
-                try:
-                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                except (OSError, ValueError):  # a file system that maps no files, or an empty file
-                    return file.read()
-    return b""
+                while block := file.read(_BLOCK_BYTES) + file.readline():
+                    yield block
 
 
 def dispatch_summary(dispatch: Dispatch) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,19 @@ def of_each_file(entry: ManifestLine) -> list[ManifestLine]:
 def manifest_lines(content: bytes, path: Path) -> Iterator[ManifestLine]:
     """Lines of a manifest in their order; those that cannot be read are skipped, with one warning."""
     others = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for line in content.split(b"\n"):
         if (entry := entry_of(line)) is not None:
             yield entry
         elif line.strip():
-            others.append(number)
+            others.append(line)
+    warn_of(others, path)
+
+
+def warn_of(others: Sequence[bytes], path: Path) -> None:
+    """Name lines that are no manifest lines, if there are any."""
     if others:
-        logger.warning("%s: no manifest lines, ignored: %d, from line %d on", path, len(others), others[0])
+        beginning = others[0][:60].decode(errors="replace").strip()
+        logger.warning("%s: no manifest lines, ignored: %d, such as %r", path, len(others), beginning)
 
 
 def entry_of(line: bytes) -> ManifestLine | None:
