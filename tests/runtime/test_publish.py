@@ -391,6 +391,16 @@ def test_what_does_not_go_together_is_one_line(url: str, tmp_path: Path, where: 
         publish(where, tmp_path / "state", shards_of(None), ["a"])
 
 
+def test_a_store_without_keys_says_what_to_set(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/nowhere")
+    with pytest.raises(
+        InputError, match="Unable to locate credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET"
+    ):
+        stores.Bucket(url).names("")
+
+
 def test_errors_have_no_keys(proxy: FaultyProxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = SECRETS["AWS_ACCESS_KEY_ID"]
     proxy.fault = lambda method, path: "fails"

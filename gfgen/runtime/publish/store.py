@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_NAME = "gfgen-lease.json"
 TIMEOUT_S = 60.0  # for an answer of the store
+_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for one of ~/.aws/credentials"
 
 
 class StoreError(OutputError):
@@ -90,6 +91,8 @@ class Bucket:
         except Exception as error:  # of s3fs, botocore, aiohttp or the network
             answer = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {})
             kind = TakenError if answer.get("HTTPStatusCode") == 412 else StoreError
+            if "Credentials" in type(error).__name__:
+                raise InputError(f"{self.url}: {error}: {_KEYS}") from None
             raise kind(without_secrets(f"{self.url}: {in_one_line(error)}")) from None
 
     def _ask(self, method: str, name: str, **options: Any) -> Any:
