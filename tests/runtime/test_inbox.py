@@ -470,3 +470,13 @@ def test_a_line_that_never_ends_counts_after_a_while(desk, caplog):
     desk.now += inbox_module.UNFINISHED_S
     assert desk.look() == ["fox"]
     assert caplog.text.count("waiting for it") == 1
+
+
+def test_entries_that_are_no_files_are_named_once(desk, caplog):
+    os.mkfifo(desk.folder / "pipe.jsonl")
+    (desk.folder / "folder.jsonl").mkdir()
+    desk.put("a.jsonl", {"id": "fox", "prompt": "a fox"})
+    assert desk.look() == ["fox"]
+    told = [each.getMessage() for each in caplog.records if "no regular file" in each.getMessage()]
+    assert len(told) == 2
+    assert all(f"{name}.jsonl cannot be read" in " ".join(told) for name in ("pipe", "folder"))

@@ -190,14 +190,17 @@ class Inbox(Observer):
         return {entry.name: seen for entry in files if (seen := self._stat_of(entry)) is not None}
 
     def _stat_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """The status of a file; None for a folder, or for an unreadable entry, which is logged once."""
+        """The status of a file; None for any other entry, which is logged once."""
         try:
             found = entry.stat()
         except OSError as error:
             if entry.is_symlink() or not isinstance(error, FileNotFoundError):
                 self._tell_unreadable(self.folder / entry.name, error)
             return None
-        return found if stat.S_ISREG(found.st_mode) else None
+        if not stat.S_ISREG(found.st_mode):  # a pipe might never end
+            self._tell_unreadable(self.folder / entry.name, OSError(0, "it is no regular file"))
+            return None
+        return found
 
     def _is_complete(self, name: str, seen: os.stat_result) -> bool:
         """Whether to read the file now: it no longer changes, and this version was not read before."""
