@@ -39,6 +39,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import policy_of
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.lock import hold_folder, holder_of
+from gfgen.runtime.files.ownership import owner_name
 from gfgen.session import hosted
 from gfgen.session.feed import Cancel, Ended, Gone, Process
 from gfgen.session.ranks import AskedRanks
@@ -237,8 +238,10 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
     options, source = told(jobs, defaults)
     ranks, gpus = _ranks(options), options.get("gpus")
     nowhere = Path(tempfile.gettempdir(), f"gfgen-{secrets.token_hex(8)}")
+    folder = Path(options.get("output_dir") or nowhere)
     asked = RunOptions(
-        output_dir=Path(options.get("output_dir") or nowhere),
+        output_dir=folder,
+        job_file=owner_name(source.paths, folder),
         ranks=(ranks if gpus is None else replace(ranks, ranks=len(_several(gpus)))).here(),
         policy=policy_of(options.get("policy", "auto")),
         model=_models(options)[0],

@@ -510,6 +510,15 @@ def test_check_and_plan_give_what_the_commands_print(
     assert json.dumps(found.as_json())
 
 
+def test_a_check_tells_what_the_program_would_be_told(tmp_path: Path) -> None:
+    (tmp_path / "fox.png").write_bytes(b"mine")
+    (problem,) = gfgen.check(
+        [{"prompt": "a fox", "output": "fox.png", "frames": 1}], **HERE, output_dir=tmp_path
+    ).found.problems
+    assert str(problem).startswith("entry 1: fox.png: is there already")
+    assert str(problem).endswith("; move it away, or name another output")
+
+
 def snippets() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 

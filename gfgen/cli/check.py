@@ -36,7 +36,7 @@ from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
 
-WORDS = {"again": "to make again", "colliding": "colliding with other files"}
+WORDS = {"left": "left by a stopped run", "again": "to make again", "colliding": "colliding with other files"}
 
 
 def check_jobs(source: JobSource, options: RunOptions) -> int:
@@ -68,6 +68,8 @@ def report(source: JobSource, options: RunOptions) -> Report:
         sizes = sum(job.file_bytes for job in todo), free_bytes(options.output_dir)
         nodes = {} if cluster is None else cluster.started()
     statuses = {job.job_id: claims.status(job) for job in found.jobs}
+    begun = {job.job_id for job in found.jobs if (job.job_id, job.info.spec_hash) in arrived_at}
+    statuses |= {name: ("left", "") for name in begun if statuses[name][0] == "new"}
     counts = Counter(status for status, _ in statuses.values())
     others = {} if cluster is not None else _made_with_others(claims, found.jobs, options.ranks)
     facts = {

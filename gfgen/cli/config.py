@@ -19,6 +19,7 @@ from gfgen.errors import InputError, nearest
 from gfgen.system.home import home
 
 LOCAL_NAME, RECIPES = "gfgen.toml", "recipes"
+PAGES = "Pages in docs/ come with gfgen's source code, not with its wheels."
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
 _OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
 """Variables of no option: the folder of caches, and shell completion (click)."""
@@ -42,6 +43,9 @@ class ConfigFile:
         """
         options, found = options_of(command), dict[str, Any]()
         table: Any = self.content
+        if name == "check":  # which tells what a run would do
+            of_run = table.get("run", {})
+            table = {**table, **(of_run if isinstance(of_run, dict) else {})}
         for word in ("", *name.split()):
             table = table.get(word, {}) if word else table
             if not isinstance(table, dict):
@@ -104,10 +108,14 @@ def with_variables(command: click.Command, name: str) -> click.Command:
     if isinstance(command, click.Group):
         for each, below in command.commands.items():
             with_variables(below, f"{name} {each}")
+    texts = [command.help, *(getattr(param, "help", None) for param in command.params)]
+    if any("docs/" in (text or "") for text in texts):
+        command.epilog = PAGES
     for text, option in options_of(command).items():
         if option.envvar is None:
             word = text.replace("-", "_").upper()
-            option.envvar = [f"GFGEN_{name.replace(' ', '_').upper()}_{word}", f"GFGEN_{word}"]
+            names = [name.replace(" ", "_").upper(), *(["RUN"] if name == "check" else [])]
+            option.envvar = [*(f"GFGEN_{each}_{word}" for each in names), f"GFGEN_{word}"]
     return command
 
 

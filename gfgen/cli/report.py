@@ -28,9 +28,9 @@ from gfgen.runtime.files.manifest import (
     ManifestLine,
     ended_at,
     of_each_file,
-    read_files,
     read_manifest,
 )
+from gfgen.runtime.files.ownership import check_free
 from gfgen.system.wording import counted, first_of, in_words, size_in_words
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,7 @@ def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) ->
     """
     found = find_traces(traces)
     output = output or Path("timeline.png" if len(found) == 1 else "comparison.png")
-    if output.name in read_files(output.parent / MANIFEST_NAME):
-        raise InputError(f"{output}: is a file of a job; name another --output")
+    check_free(output, "--output")
     if len(found) == 1:
         plot_timeline(found[0], output, title=title)
     else:
@@ -88,7 +87,8 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, s
     found = FolderReport.read(folder)
     sheets = {} if sheet is None else _sheets(found, sheet)
     page = (output or folder / "report.html") if as_html or output is not None else None
-    _check_free(found, dict.fromkeys(sheets, "--sheet") | ({} if page is None else {page: "--output"}))
+    for path in (*sheets, *filter(None, [page])):
+        check_free(path, "--output" if path == page else "--sheet")
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=1))
     else:
@@ -254,16 +254,6 @@ def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Pa
     parts = [shown[start : start + MAX_ON_SHEET] for start in range(0, len(shown) or 1, MAX_ON_SHEET)]
     names = [sheet.name] if len(parts) == 1 else [numbered_name(sheet.name, 1 + i) for i in range(len(parts))]
     return {sheet.with_name(name): part for name, part in zip(names, parts, strict=True)}
-
-
-def _check_free(found: FolderReport, written: Mapping[Path, str]) -> None:
-    """Raises: InputError for a path of a job's file, or of a record of runs."""
-    taken = {found.folder / name: "a record of runs" for name in (MANIFEST_NAME, JOURNAL_NAME)}
-    taken |= {found.folder / file: f"a file of job {job.job_id}" for job in found.jobs for file in job.files}
-    resolved = {path.resolve(): what for path, what in taken.items()}
-    for path, option in written.items():
-        if what := resolved.get(path.resolve()):
-            raise InputError(f"{path}: is {what}; name another {option}")
 
 
 def _write_sheet(target: Path, shown: Sequence[tuple[Path, str, str]]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import os
 import signal
 import sys
 import time
@@ -27,7 +28,6 @@ from gfgen.cli.run_files import (
     check_watched,
     check_written,
     options_of,
-    resolved,
     session_of,
 )
 from gfgen.errors import (
@@ -381,7 +381,7 @@ def _end_hooks(
 
 def _name_of(jobs: opt.JobOptions, watch: Path | None) -> str:
     if watch is not None:
-        return resolved(watch).name
+        return os.path.basename(os.path.realpath(watch))
     first = next(iter(jobs.jobs), "prompts")
     return "stdin" if first == "-" else Path(without_secrets(first)).stem
 

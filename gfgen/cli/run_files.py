@@ -23,9 +23,8 @@ from gfgen.job.spec import ENDINGS, slug
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.index import INDEX_NAME, ManifestIndex
-from gfgen.runtime.files.journal import JOURNAL_NAME
-from gfgen.runtime.files.manifest import MANIFEST_NAME, WATCHED_NAME
-from gfgen.runtime.files.ownership import Claims
+from gfgen.runtime.files.manifest import MANIFEST_NAME
+from gfgen.runtime.files.ownership import Claims, check_free
 from gfgen.runtime.publish.shards import DEFAULT_SIZE, SUFFIXES, Shards
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.session import Session, SessionOptions
@@ -45,23 +44,19 @@ LOCAL = "local"
 
 
 def check_written(files: Sequence[Path], written: Mapping[str, Path | None]) -> None:
-    named = {resolved(file): "the job file itself" for file in files}
+    named = {os.path.realpath(file): "the job file itself" for file in files}
     for name, path in written.items():
-        if path is None:
-            continue
-        what = named.get(resolved(path))
-        is_record = path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME)
-        if is_record or path.suffix.lower() in (*ENDINGS, ".bmp"):
-            what = "a record of runs, a picture or a video by its name"
-        if what is not None:
-            raise InputError(f"{name} {path}: is {what}; name another file")
-        named[resolved(path)] = f"the file of {name}, too"
+        if path is not None:
+            check_free(path, name, named)
+            if path.suffix.lower() in (*ENDINGS, ".bmp"):
+                raise InputError(f"{name} {path}: is a picture or a video by its name; name another file")
+            named[os.path.realpath(path)] = f"the file of {name}, too"
 
 
 def check_watched(folder: Path, output_dir: Path) -> None:
     if not os.path.isdir(folder):
         raise InputError(f"--watch {folder}: is no folder; make one, then put job files into it")
-    if resolved(folder) == resolved(output_dir):
+    if os.path.realpath(folder) == os.path.realpath(output_dir):
         raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
 
@@ -140,14 +135,6 @@ def has_bar(options: RunOptions) -> bool:
     from gfgen.cli.shown.board import has_cursor
 
     return has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json)
-
-
-def resolved(path: Path) -> Path:
-    """The absolute path without links; the path itself if links form a loop."""
-    try:
-        return path.resolve()
-    except RuntimeError:
-        return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

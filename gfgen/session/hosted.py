@@ -24,7 +24,7 @@ from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.files.ownership import PROGRAM, Claims, check_records, job_file_name
+from gfgen.runtime.files.ownership import Claims, check_records, owner_name
 from gfgen.session.admission import Admission, jobs_to_run, judge
 from gfgen.session.feed import Cancel, Feed, run
 from gfgen.session.ranks import AskedRanks
@@ -159,7 +159,7 @@ def serve(connection: Connection) -> None:
         policy=policy_of(pickle.loads(setup.policy)),
         model=setup.models[0],
         grace_s=0.0,
-        job_file=job_file_name(inputs[0], output_dir) if inputs else PROGRAM,
+        job_file=owner_name(inputs, output_dir),
     )
     with Session(options) as session:
         signals = session.signals  # caught from here on

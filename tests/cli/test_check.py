@@ -149,11 +149,29 @@ def test_jobs_are_counted_by_what_a_run_does_with_them(capsys, folder, monkeypat
     (folder / "outputs/jobs/elk.png").write_bytes(b"mine")
     put(folder / "jobs.jsonl", FOX, owl | {"steps": 3}, hen, FOX | {"id": "new"}, FOX | {"id": "elk"}, cat)
     report = checked(capsys, "jobs.jsonl")
-    assert report["counts"] == {"new": 1, "done": 1, "changed": 1, "again": 1, "colliding": 2}
+    assert report["counts"] == {"new": 1, "left": 0, "done": 1, "changed": 1, "again": 1, "colliding": 2}
     assert (report["changed"], report["again"]) == (["owl"], {"hen": "its file is gone"})
     assert [each["line"] for each in report["problems"]] == [5, 6]
     report = checked(capsys, "jobs.jsonl", "--overwrite", "--force")
     assert report["again"] == {"fox": "--force", "hen": "its file is gone", "cat": "--force"}
+
+
+def test_jobs_of_a_stopped_run_are_left(capsys, folder, monkeypatch):
+    finished(folder, monkeypatch, capsys, FOX, FOX | {"id": "owl"})
+    (folder / "outputs/jobs/owl.png").unlink()
+    manifest = folder / "outputs/jobs/manifest.jsonl"
+    fox, owl = map(json.loads, manifest.read_text().splitlines())
+    arrivals = [
+        {"event": "JobArrived", "time_s": 0, "job_id": each["id"], "spec_hash": each["spec_hash"]}
+        for each in (fox, owl)
+    ]
+    put(folder / "outputs/jobs/journal.jsonl", {"gfgen_journal": 2, "started_at": 1.0}, *arrivals)
+    put(manifest, fox)
+    put(folder / "jobs.jsonl", FOX, FOX | {"id": "owl"}, FOX | {"id": "hen"})
+    counts = checked(capsys, "jobs.jsonl")["counts"]
+    assert {name: count for name, count in counts.items() if count} == {"done": 1, "left": 1, "new": 1}
+    _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
+    assert "jobs      1 new, 1 left by a stopped run, 1 done" in out.splitlines()
 
 
 def test_failed_jobs_are_made_again_and_can_be_selected(capsys, folder, monkeypatch):
@@ -161,7 +179,7 @@ def test_failed_jobs_are_made_again_and_can_be_selected(capsys, folder, monkeypa
     put(folder / "jobs.jsonl", FOX, FOX | {"id": "owl"})
     assert checked(capsys, "jobs.jsonl")["counts"]["new"] == 1
     report = checked(capsys, "jobs.jsonl", "--failed")
-    assert report["counts"] == {"new": 0, "done": 0, "changed": 0, "again": 1, "colliding": 0}
+    assert report["counts"] == {"new": 0, "left": 0, "done": 0, "changed": 0, "again": 1, "colliding": 0}
     assert report["again"] == {"fox": "it failed"}
     report = checked(capsys, "jobs.jsonl", "--failed", "--only", "owl")
     assert report["warnings"] == ["--failed: none of these jobs has failed in outputs/jobs"]

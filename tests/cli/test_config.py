@@ -74,6 +74,26 @@ def test_nearer_settings_count_before_others(capsys, folder, runs, monkeypatch):
     assert policy("--policy", "fcfs") == "fcfs"
 
 
+def test_check_has_the_options_of_run_unless_it_has_its_own(capsys, folder, monkeypatch):
+    def output(*arguments: str) -> str:
+        code, out, err = gfgen(capsys, "check", "jobs.jsonl", "--json", "--device", "cpu", *arguments)
+        assert code == 0, err
+        name: str = json.loads(out)["output"]
+        return name
+
+    of_user('output = "of-all"\n[run]\noutput = "of-user"\n')
+    assert output() == "of-user"
+    (folder / "gfgen.toml").write_text('[run]\noutput = "of-run"\ngrace = "5s"\n')
+    assert output() == "of-run"
+    (folder / "gfgen.toml").write_text('[run]\noutput = "of-run"\n[check]\noutput = "of-check"\n')
+    assert output() == "of-check"
+    monkeypatch.setenv("GFGEN_RUN_OUTPUT", "of-variable")
+    assert output() == "of-variable"
+    assert (
+        "--output of-variable  (from GFGEN_RUN_OUTPUT)" in gfgen(capsys, "config")[1].split("gfgen check")[1]
+    )
+
+
 def test_numbers_flags_lists_and_names_with_dashes_are_read(capsys, folder, runs):
     (folder / "gfgen.toml").write_text(
         'ranks = 3\ndevice = "cpu"\n[run]\nlog-json = true\ngrace = "5s"\ntag = "S"\n'

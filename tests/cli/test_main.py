@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -447,3 +448,11 @@ def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch):
     )
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
+
+
+def test_help_that_names_a_page_says_where_pages_are() -> None:
+    for name in cli.list_commands(click.Context(cli)):
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        text = command.get_help(click.Context(command))
+        assert ("docs/" in text) == ("Pages in docs/ come with" in text), name

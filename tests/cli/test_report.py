@@ -317,17 +317,25 @@ def test_the_page_replaces_no_record_and_no_file_of_a_job(capsys, folder):
     kept = {path: path.read_bytes() for path in (folder / "fox.png", folder / "manifest.jsonl")}
     for path, what in zip(kept, ("a file of job fox", "a record of runs"), strict=True):
         code, out, err = gfgen(capsys, "report", "out", "-o", str(path))
-        assert (code, out, err) == (2, "", f"gfgen: {path}: is {what}; name another --output\n")
+        assert (code, out, err) == (2, "", f"gfgen: --output {path}: is {what}; name another file\n")
         assert path.read_bytes() == kept[path]
-    code, _, err = gfgen(capsys, "plot", "trace.json", "-o", "out/fox.png")
-    assert (code, err) == (2, "gfgen: out/fox.png: is a file of a job; name another --output\n")
+    put(folder, line("fox", file="fox.png"), line("owl", file="deep/owl.png"))
+    (folder / "deep").mkdir()
+    (folder / "deep/owl.png").write_bytes(b"made")
+    for name in ("fox", "deep/owl"):
+        code, _, err = gfgen(capsys, "plot", "trace.json", "-o", f"out/{name}.png")
+        job = Path(name).name
+        assert (code, err) == (
+            2,
+            f"gfgen: --output out/{name}.png: is a file of job {job}; name another file\n",
+        )
 
 
 def test_a_sheet_that_cannot_be_is_refused_in_one_line(capsys, folder):
     for name, message in {
         "sheet.doc": "sheet.doc: cannot be written (unknown file extension: .doc); name another --sheet",
-        "out/fox.png": "out/fox.png: is a file of job fox; name another --sheet",
-        "out/manifest.jsonl": "out/manifest.jsonl: is a record of runs; name another --sheet",
+        "out/fox.png": "--sheet out/fox.png: is a file of job fox; name another file",
+        "out/manifest.jsonl": "--sheet out/manifest.jsonl: is a record of runs; name another file",
         "none/sheet.png": "none/sheet.png: cannot be written (No such file or directory)",
     }.items():
         code, _, err = gfgen(capsys, "report", "out", "--sheet", name)

@@ -18,9 +18,10 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
-from gfgen.errors import Problem, without_secrets
+from gfgen.errors import InputError, OutputError, Problem, without_secrets
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine, is_url
 from gfgen.job.spec import (
     FRAME,
@@ -68,6 +69,11 @@ def job_file_name(source: Path | str | None, output_dir: Path) -> str:
     return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
 
 
+def owner_name(inputs: Sequence[Path], output_dir: Path) -> str:
+    """What owns the files of a program's jobs: its first job file, or all programs."""
+    return job_file_name(inputs[0], output_dir) if inputs else PROGRAM
+
+
 def check_records(output_dir: Path) -> None:
     """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines, or if
     this user may not append to them, before ranks start."""
@@ -75,6 +81,21 @@ def check_records(output_dir: Path) -> None:
         check_own(output_dir / name)
     for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
         check_appendable(output_dir / name)
+
+
+def check_free(path: Path, option: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises InputError for a path of a record of runs or of a job's file, or one of `taken`, which maps real
+    paths to their descriptions."""
+    real = Path(os.path.realpath(path))
+    what = taken.get(str(real))
+    if path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME):
+        what = "a record of runs"
+    for folder in real.parents if what is None and real.exists() else ():
+        with contextlib.suppress(OutputError):  # others may own what is above
+            if line := read_files(folder / MANIFEST_NAME).get(str(real.relative_to(folder))):
+                what = f"a file of job {line.get('id')}"
+    if what is not None:
+        raise InputError(f"{option} {path}: is {what}; name another file")
 
 
 def default_folder(parent: Path, name: str, source: Path | str | None) -> Path:
@@ -150,7 +171,7 @@ def _is_named_there(job: AdmittedJob) -> bool:
     return asked.seed == RANDOM_SEED or asked.place is not None or "{" in job.info.file.replace(FRAME, "")
 
 
-STATUSES = ("new", "done", "changed", "again")
+STATUSES = ("new", "left", "done", "changed", "again")
 
 
 @dataclass(kw_only=True)
@@ -301,6 +322,8 @@ def claim_files(
             found = folder.use_of(path) or folder.replaceable(path, job)
         if isinstance(found, str):
             shown = path.parent if FRAME in path.name else path
+            if job_file == PROGRAM:  # whose folder may be a temporary one
+                shown = shown.relative_to(output_dir)
             problems.append(Problem(job.spec.line, None, str(shown), found))
             continue
         if job.trajectory.frames_shape is None or FRAME in path.name:
