@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ def report(*, folder: Path, as_html: bool, as_json: bool, output: Path | None, s
     if page is None:
         return
     try:
-        page.write_text(found.as_html(page), encoding="utf-8")
+        page.write_text(found.as_html(page), encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{page}: cannot be written ({error.strerror}); name another --output") from None
     click.echo(f"the page is {page}", err=as_json)
@@ -246,7 +247,7 @@ def _file_of(job: JobReport, folder: Path, page_folder: Path, number: int) -> Ma
     except (OSError, ValueError, ImageError) as error:
         logger.warning("no thumbnail of %s: %s", path, error)
     url = url.relative_to(page_folder) if url.is_relative_to(page_folder) else url
-    return {"name": path.name, "url": quote(str(url)), "thumbnail": small}
+    return {"name": path.name, "url": quote(os.fsencode(url)), "thumbnail": small}
 
 
 def _sheets(found: FolderReport, sheet: Path) -> Mapping[Path, Sequence[tuple[Path, str, str]]]:

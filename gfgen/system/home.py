@@ -17,8 +17,8 @@ def home() -> Path:
     """The user's home, or a temporary one, also for libraries, if containers give none that is writable."""
     with suppress(RuntimeError):  # no HOME, and no entry in the list of users
         found = Path.home()
-        place = found if os.path.isdir(found) else found.parent
-        if os.access(place, os.W_OK) or os.path.isdir(found / ".cache"):
+        place = found if os.path.lexists(found) else found.parent
+        if (os.path.isdir(place) and os.access(place, os.W_OK)) or os.path.isdir(found / ".cache"):
             return found
     import tempfile  # 4 ms that only such users pay
 

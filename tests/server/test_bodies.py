@@ -87,6 +87,13 @@ def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
     assert len(prints) == 4
 
 
+@pytest.mark.parametrize("kind", ["image/png;charset=utf-8", "application/octet-stream", "", "IMAGE/PNG"])
+def test_a_data_url_may_be_wrapped_and_of_any_type(kind):
+    url = f"data:{kind};base64,{base64.encodebytes(PICTURE).decode()}"
+    assert picture_of(url) == picture_of(url.replace("\n", "\r\n")) == PICTURE
+    assert read({"input_reference": url, "prompt": "a fox"}).file == PICTURE
+
+
 @pytest.mark.parametrize("spoilt", ["=AAA", "AA=A", "A===", "AAA", "AA\nA", "AAA\u00e9"])
 def test_spoilt_base64_is_refused(spoilt):
     assert picture_of(URL) == PICTURE

@@ -928,6 +928,17 @@ def test_health_needs_nothing_and_other_methods_are_refused(server):
     error_of(server.http.post("/v1/videos/video_1/remix"), 404)
 
 
+def test_a_path_that_is_not_there_names_the_nearest(server):
+    for path, hint in {
+        "/images/generations": "; did you mean /v1/images/generations?",
+        "/v1/v1/images/generations": "; did you mean /v1/images/generations?",
+        "/v1/images/generations/": "; did you mean /v1/images/generations?",
+        "/sdapi/v1/txt2img": "; it needs gfgen serve --a1111",
+        "/nothing": "",
+    }.items():
+        assert error_of(server.http.post(path), 404)["message"] == f"there is no such path{hint}"
+
+
 def test_head_is_answered_as_get_without_a_body(server):
     """`wget --spider` and `curl -I` ask so."""
     job = server.wait_for(server.post("/v1/jobs", prompt="a fox", steps=1).json()["id"])
@@ -958,7 +969,8 @@ def test_pages_of_other_sites_may_not_ask(server):
         "localhost.evil.example",
         "",
     ):
-        assert server.http.get("/v1/jobs", headers={"Host": host}).status_code == 400
+        told = error_of(server.http.get("/v1/jobs", headers={"Host": host}), 400)
+        assert told["message"] == f"Host {host}: not this server; name it by --public-url, or set a key"
     for host in ("127.0.0.1:80", "[::1]:3000", "localhost", "a.localhost:1"):
         assert server.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
     own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}

@@ -10,6 +10,7 @@ for the run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import multiprocessing.forkserver
@@ -97,7 +98,9 @@ class Launcher:
             ours.close()
             if not isinstance(error, OSError | EOFError):
                 raise
-            reason = machine.why_killed(self._oom_kills) or error
+            is_limit = isinstance(error, EOFError) or error.errno in (errno.EMFILE, errno.EAGAIN)
+            limit = " (perhaps raise ulimit -n or ulimit -u)" if is_limit else ""
+            reason = machine.why_killed(self._oom_kills) or f"{error}{limit}"
             raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
         finally:
             theirs.close()
@@ -164,6 +167,8 @@ def _socket_folder(folder: str) -> Iterator[str]:
     """Let `multiprocessing` put its socket there; a path has at most 107 bytes, and TMPDIR may be longer."""
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
+    if not os.path.isdir(_BY_DESCRIPTOR):
+        raise WorkerError("no process can be started: /proc is not mounted here; mount it, then run again")
     fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     config["tempdir"] = path = f"{_BY_DESCRIPTOR}{fd}"
     try:

@@ -31,7 +31,7 @@ from gfgen.server.store import RequestKey
 MAX_KEY_CHARS = 255
 _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
-_PICTURE_STARTS = (b"data:image", b"image_generation_call")
+_PICTURE_STARTS = (b";base64,", b"image_generation_call")
 T = TypeVar("T")
 M = TypeVar("M", bound=RequestModel)
 IDEMPOTENCY_KEY = {

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -28,13 +27,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 
 from gfgen import log
-from gfgen.errors import GfgenError, OutputError
+from gfgen.errors import GfgenError, OutputError, nearest
 from gfgen.job.recipes import recipes
 from gfgen.server.http import a1111, routes_batches, routes_images, routes_jobs, routes_server
 from gfgen.server.http.guard import ApiKeys, RequestGuard
@@ -260,12 +258,14 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
             if isinstance(route, APIRoute) and "GET" in _methods(route):  # not in the document, as twice
                 app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
-    if ipaddress.ip_address(address).is_loopback and not keys.is_needed:  # against DNS rebinding
-        own = urlsplit(service.api.public_url or "").hostname or "localhost"
-        hosts = [own, "localhost", "*.localhost", "127.0.0.1", "[::1]", address]
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    is_open = ipaddress.ip_address(address).is_loopback and not keys.is_needed
     app.add_middleware(
-        RequestGuard, keys=keys, limits=service.limits, api=service.api, metrics=service.mirror.metrics
+        RequestGuard,
+        keys=keys,
+        limits=service.limits,
+        api=service.api,
+        metrics=service.mirror.metrics,
+        own_address=address if is_open else None,
     )
     if service.api.allowed_origins:
         names = ("allow_methods", "allow_headers", "expose_headers")
@@ -283,6 +283,11 @@ def install_errors(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         found = _as_api_error(error)
+        if found.status == 404 and isinstance(error, HTTPException):
+            near = nearest(request.url.path, {route.path: None for route in _ROUTES}) or ""
+            is_off = near.startswith(a1111.router.prefix) and not app.state.service.api.a1111
+            hint = f"; did you mean {near}?" if near else ""
+            found.message += "; it needs gfgen serve --a1111" if is_off else hint
         if found.status == 405:  # the router names the methods of one route of the path
             fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
             found.headers["Allow"] = ", ".join(sorted(set().union(*map(_methods, fitting))))

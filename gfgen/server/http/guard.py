@@ -56,9 +56,20 @@ class RequestGuard:
     """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys, limits: ServerLimits, api: ApiOptions, metrics: ServerMetrics
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        limits: ServerLimits,
+        api: ApiOptions,
+        metrics: ServerMetrics,
+        own_address: str | None,
     ) -> None:
         self._metrics = metrics
+        self._hosts = None
+        if own_address is not None:  # only names of this server, against DNS rebinding
+            own = urlsplit(api.public_url or "").hostname or "localhost"
+            self._hosts = (own, "localhost", "127.0.0.1", "[::1]", own_address)
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -111,8 +122,11 @@ class RequestGuard:
         if len(hosts := headers.getlist("host")) > 1:
             raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
+        name = re.sub(r":\d*$", "", host)
+        if self._hosts is not None and name not in self._hosts and not name.endswith(".localhost"):
+            raise ApiError(400, f"Host {host[:80]}: not this server; name it by --public-url, or set a key")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
-            raise ApiError(403, "requests from pages of other sites are refused")
+            raise ApiError(403, "requests from pages of other sites are refused, but for --allow-origin")
 
     async def _access(self, scope: Scope, headers: Headers) -> Access:
         """What the request may see. Raises: ApiError after a while if its key is wrong."""

@@ -53,7 +53,9 @@ _OF_ANSWERS = ("output_format", "output_compression", "modalities")
 ANY_NAME = "*"
 """The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-_DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:[^,]{0,100};base64,", re.IGNORECASE)  # clients' types are often wrong
+_LINE_ENDS = dict.fromkeys(map(ord, "\r\n"))
+"""Of base64 that is wrapped, as `base64` prints it. No other character may be missing or too many."""
 _PICTURE_KEYS = ("image_url", "url", "file", "file_data", "file_url")
 _MIN_TIMEOUT_S = 0.001
 _OF_FILES: Mapping[str, Any] = {"output": None, "format": None, "quality": None}
@@ -410,9 +412,9 @@ def picture_content(given: Any, read_file: Callable[[str], bytes], *, param: str
         accepted = "send the picture itself, as a file or as a data:image/...;base64 URL"
         raise bad(param, f"{accepted}; other URLs are not followed")
     try:
-        return base64.b64decode(given[match.end() :], validate=True)
+        return base64.b64decode(given[match.end() :].translate(_LINE_ENDS), validate=True)
     except ValueError:
-        raise bad(param, "not base64") from None
+        raise bad(param, "not base64 with + and /, padded with =") from None
 
 
 def checked_picture(content: bytes, *, param: str) -> str:
