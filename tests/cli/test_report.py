@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -346,3 +347,11 @@ def test_a_sheet_that_cannot_be_is_refused_in_one_line(capsys, folder):
     (folder / "fox.png").unlink()
     _, _, err = gfgen(capsys, "report", "out", "--sheet", "sheet.png")
     assert "sheet.png: none of the jobs has a picture or video that can be shown" in err
+
+
+def test_a_page_of_a_folder_whose_name_is_not_utf8(capsys, folder):
+    other = os.fsdecode(b"out-\xff")
+    folder.rename(other)
+    code, _, err = gfgen(capsys, "report", other, "--html", "-o", "page.html")
+    assert code == 0, err
+    assert 'href="out-%FF/fox.png"' in Path("page.html").read_text()

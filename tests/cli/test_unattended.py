@@ -174,6 +174,12 @@ def test_a_home_that_is_not_there_and_cannot_be_made_is_none(tmp_path, monkeypat
     assert home() == tmp_path / f"gfgen-home-{os.getuid()}" == Path(os.environ["HOME"])
 
 
+def test_a_home_that_is_no_folder_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert home() == tmp_path / f"gfgen-home-{os.getuid()}"
+
+
 def test_a_home_of_somebody_else_is_none_unless_it_has_caches(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -154,6 +154,18 @@ def test_what_the_user_has_set_stays(caches: Path, monkeypatch: pytest.MonkeyPat
     assert compiler_dirs()["inductor"] == Path("/else")
 
 
+def test_caches_that_cannot_be_written_are_temporary(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (caches / "gfgen").write_text("a file")
+    pin_compilers()
+    made = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert made.is_dir()
+    assert not made.is_relative_to(caches)
+    assert os.environ["TRITON_CACHE_DIR"] == str(caches / "triton")
+    assert f"{caches}/gfgen/inductor cannot be written" in caplog.text
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which CUDA builds of PyTorch bring")
 def test_triton_compiles_for_a_gpu_that_is_not_here(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = needed({QWEN: PLAIN})[:2]

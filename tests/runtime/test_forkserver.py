@@ -7,6 +7,9 @@ import sys
 import textwrap
 import threading
 
+import pytest
+
+from gfgen.errors import WorkerError
 from gfgen.runtime.processes import launcher
 
 START = """
@@ -108,3 +111,22 @@ def test_modules_of_the_current_folder_take_the_place_of_none(tmp_path):
     """)
     run(tmp_path, script)
     assert sorted(os.listdir(tmp_path)) == ["here", "worked"]
+
+
+def test_without_proc_the_error_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(launcher, "_BY_DESCRIPTOR", "/nowhere/")
+    with (
+        pytest.raises(WorkerError, match="/proc is not mounted here; mount"),
+        launcher._socket_folder("/"),
+    ):
+        pass
+
+
+def test_the_server_hears_of_ends_though_the_run_was_started_with_that_signal_blocked():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        with launcher._signals_blocked():
+            assert signal.SIGCHLD not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import make_job
@@ -395,4 +397,17 @@ def test_a_worker_that_cannot_be_forked_at_all_ends_the_run(
     monkeypatch.setattr(forkserver, "connect_to_new_process", killed)
     backend._pool.workers[1].kill()
     with pytest.raises(WorkerError, match=r"rank 1 cannot be started: .*Broken pipe; run again to go on"):
+        events_until(backend, RankReady, 3)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), EOFError("unexpected EOF")])
+def test_limits_that_keep_a_worker_from_starting_are_named(
+    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(fds: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", refuse)
+    backend._pool.workers[1].kill()
+    with pytest.raises(WorkerError, match=r"rank 1 cannot be started: .*; perhaps raise ulimit -n"):
         events_until(backend, RankReady, 3)

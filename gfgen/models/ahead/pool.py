@@ -13,10 +13,12 @@ uses is in the list that comes with gfgen. This module imports neither torch nor
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -182,6 +184,12 @@ def pin_compilers() -> None:
     Source: torch/_inductor/runtime/triton_heuristics.py, compile_tasks.py.
     """
     folders = compiler_dirs()
+    for name, folder in folders.items():  # without Inductor's, PyTorch cannot even be imported
+        there = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+        if not (os.path.isdir(there) and os.access(there, os.W_OK)):
+            logger.warning("%s cannot be written, so kernels are not kept; set GFGEN_CACHE or HOME", folder)
+            folders[name] = Path(tempfile.mkdtemp(prefix="gfgen-cache-"))
+            atexit.register(shutil.rmtree, folders[name], ignore_errors=True)
     values = {
         "TORCHINDUCTOR_CACHE_DIR": folders["inductor"],
         "TRITON_CACHE_DIR": folders["triton"],

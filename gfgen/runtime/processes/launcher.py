@@ -99,7 +99,7 @@ class Launcher:
             if not isinstance(error, OSError | EOFError):
                 raise
             is_limit = isinstance(error, EOFError) or error.errno in (errno.EMFILE, errno.EAGAIN)
-            limit = " (perhaps raise ulimit -n or ulimit -u)" if is_limit else ""
+            limit = " (see above; perhaps raise ulimit -n or ulimit -u)" if is_limit else ""
             reason = machine.why_killed(self._oom_kills) or f"{error}{limit}"
             raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
         finally:
@@ -182,6 +182,7 @@ def _socket_folder(folder: str) -> Iterator[str]:
 def _signals_blocked() -> Iterator[None]:
     """Inside, processes start with the signals for the run blocked, and inherit that."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the fork server waits for it
     try:
         yield
     finally:
