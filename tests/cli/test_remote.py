@@ -119,6 +119,13 @@ def test_a_folder_of_an_earlier_version_shows_its_manifest(tmp_path):
     assert (found["state"], found["counts"]["done"], found["counts"]["waiting"]) == ("ended", 1, 0)
 
 
+def test_a_status_leaves_no_descriptor_open(tmp_path):
+    (tmp_path / "manifest.jsonl").write_text('{"version": 1, "id": "fox", "status": "done"}\n')
+    before = os.listdir("/proc/self/fd")
+    find_target(str(tmp_path), key=None).status()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_the_status_of_a_killed_run_counts_each_job_once(tmp_path):
     def ended(job_id, status, moment):
         return {"version": 1, "id": job_id, "status": status, "written_at": f"2026-11-27T{moment}Z"}

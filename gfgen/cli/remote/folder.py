@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,7 +206,8 @@ class RunFolder:
     def status(self) -> RunStatus:
         holder, record = holder_of(self._folder), read_live(self._folder)
         if holder is None:
-            return self._past(record)
+            with closing(ManifestIndex(self._folder)) as lines:
+                return self._past(record, lines)
         is_its_own = record is not None and record.get("pid") == holder.pid
         if record is None or not is_its_own or record.get("state") not in ("running", "stopping"):
             return RunStatus(target=self._name, kind="run", state="loading", pid=holder.pid)
@@ -215,8 +217,7 @@ class RunFolder:
         kept = {name: record[name] for name in (*names, "ranks", "jobs", "recent")}
         return RunStatus(target=self._name, kind="run", policy=policy, **kept)
 
-    def _past(self, record: Mapping[str, Any] | None) -> RunStatus:
-        lines = ManifestIndex(self._folder)
+    def _past(self, record: Mapping[str, Any] | None, lines: ManifestIndex) -> RunStatus:
         last: Mapping[str, Any] = record or {"state": "ended"}
         of_run, begun_at = last.get("counts", {}), float(last.get("started_at", math.inf))
         journal = self._folder / JOURNAL_NAME
