@@ -183,22 +183,24 @@ def pin_compilers() -> None:
     ptxas, and then Triton finds nothing that it has compiled before.
     Source: torch/_inductor/runtime/triton_heuristics.py, compile_tasks.py.
     """
-    folders = compiler_dirs()
-    for name, folder in folders.items():  # without Inductor's, PyTorch cannot even be imported
-        there = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
-        if not (os.path.isdir(there) and os.access(there, os.W_OK)):
-            logger.warning("%s cannot be written, so kernels are not kept; set GFGEN_CACHE or HOME", folder)
-            folders[name] = Path(tempfile.mkdtemp(prefix="gfgen-cache-"))
-            atexit.register(shutil.rmtree, folders[name], ignore_errors=True)
-    values = {
-        "TORCHINDUCTOR_CACHE_DIR": folders["inductor"],
-        "TRITON_CACHE_DIR": folders["triton"],
-        "TRITON_CACHE_MANAGER": STORE,
-        "TRITON_PTXAS_PATH": _ptxas(),
-    }
-    for name, value in values.items():
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for name, folder in zip(names, compiler_dirs().values(), strict=True):
+        if name not in os.environ:
+            os.environ[name] = str(_writable(folder))
+    for name, value in {"TRITON_CACHE_MANAGER": STORE, "TRITON_PTXAS_PATH": _ptxas()}.items():
         if value is not None:
             os.environ.setdefault(name, str(value))
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, or a temporary one: without Inductor's, PyTorch cannot even be imported."""
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    if os.path.isdir(there) and os.access(there, os.W_OK):
+        return folder
+    logger.warning("%s cannot be written, so kernels are not kept; set GFGEN_CACHE or HOME", folder)
+    made = tempfile.mkdtemp(prefix="gfgen-cache-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def environment_of_others() -> dict[str, str]:

@@ -194,7 +194,7 @@ def _configure_log(settings: FrontSettings) -> None:
 def within_descriptors(limits: ServerLimits) -> ServerLimits:
     """Raise this process's descriptor limit; returns the limits with as many connections as fit it."""
     room = machine.allow_most() - OWN_DESCRIPTORS
-    return replace(limits, connections=int(max(1, min(limits.connections, room))))
+    return replace(limits, connections=int(max(8, min(limits.connections, room))))  # of 1, uvicorn refuses it
 
 
 def _log_failure(error: BaseException) -> None:
@@ -285,9 +285,8 @@ def install_errors(app: FastAPI) -> None:
         found = _as_api_error(error)
         if found.status == 404 and isinstance(error, HTTPException):
             near = nearest(request.url.path, {route.path: None for route in _ROUTES}) or ""
-            is_off = near.startswith(a1111.router.prefix) and not app.state.service.api.a1111
-            hint = f"; did you mean {near}?" if near else ""
-            found.message += "; it needs gfgen serve --a1111" if is_off else hint
+            needs = near.startswith(a1111.router.prefix) and not app.state.service.api.a1111
+            found.message += "; gfgen serve needs --a1111" if needs else f"; did you mean {near}?" * bool(near)
         if found.status == 405:  # the router names the methods of one route of the path
             fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
             found.headers["Allow"] = ", ".join(sorted(set().union(*map(_methods, fitting))))
