@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -49,10 +50,10 @@ class FakeServer:
         self._keys = ApiKeys(api_key)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
+        mirror = SimpleNamespace(metrics=ServerMetrics())
+        service: Any = SimpleNamespace(limits=ServerLimits(), api=ApiOptions(), mirror=mirror)
         config = uvicorn.Config(
-            RequestGuard(
-                self._app(), keys=self._keys, limits=ServerLimits(), api=ApiOptions(), metrics=ServerMetrics()
-            ),
+            RequestGuard(self._app(), keys=self._keys, service=service, own_address=None),
             log_level="error",
             timeout_graceful_shutdown=1,
         )

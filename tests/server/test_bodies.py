@@ -88,7 +88,7 @@ def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
 
 
 @pytest.mark.parametrize("kind", ["image/png;charset=utf-8", "application/octet-stream", "", "IMAGE/PNG"])
-def test_a_data_url_may_be_wrapped_and_of_any_type(kind):
+def test_a_data_url_may_be_wrapped_and_of_another_type(kind):
     url = f"data:{kind};base64,{base64.encodebytes(PICTURE).decode()}"
     assert picture_of(url) == picture_of(url.replace("\n", "\r\n")) == PICTURE
     assert read({"input_reference": url, "prompt": "a fox"}).file == PICTURE

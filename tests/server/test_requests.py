@@ -933,7 +933,7 @@ def test_a_path_that_is_not_there_names_the_nearest(server):
         "/images/generations": "; did you mean /v1/images/generations?",
         "/v1/v1/images/generations": "; did you mean /v1/images/generations?",
         "/v1/images/generations/": "; did you mean /v1/images/generations?",
-        "/sdapi/v1/txt2img": "; gfgen serve needs --a1111",
+        "/sdapi/v1/txt2img": "; did you mean /sdapi/v1/txt2img with gfgen serve --a1111?",
         "/nothing": "",
     }.items():
         assert error_of(server.http.post(path), 404)["message"] == f"there is no such path{hint}"

@@ -259,14 +259,8 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
                 app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     install_errors(app)
     is_open = ipaddress.ip_address(address).is_loopback and not keys.is_needed
-    app.add_middleware(
-        RequestGuard,
-        keys=keys,
-        limits=service.limits,
-        api=service.api,
-        metrics=service.mirror.metrics,
-        own_address=address if is_open else None,
-    )
+    own_address = address if is_open else None
+    app.add_middleware(RequestGuard, keys=keys, service=service, own_address=own_address)
     if service.api.allowed_origins:
         names = ("allow_methods", "allow_headers", "expose_headers")
         everything: dict[str, Any] = dict.fromkeys(names, ("*",))
@@ -285,8 +279,9 @@ def install_errors(app: FastAPI) -> None:
         found = _as_api_error(error)
         if found.status == 404 and isinstance(error, HTTPException):
             near = nearest(request.url.path, {route.path: None for route in _ROUTES}) or ""
-            needs = near.startswith(a1111.router.prefix) and not app.state.service.api.a1111
-            found.message += "; gfgen serve needs --a1111" if needs else f"; did you mean {near}?" * bool(near)
+            if near.startswith(a1111.router.prefix) and not app.state.service.api.a1111:
+                near += " with gfgen serve --a1111"
+            found.message += f"; did you mean {near}?" if near else ""
         if found.status == 405:  # the router names the methods of one route of the path
             fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
             found.headers["Allow"] = ", ".join(sorted(set().union(*map(_methods, fitting))))

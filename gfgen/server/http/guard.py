@@ -28,9 +28,9 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
-from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits
+from gfgen.server.jobs.service import JobService
+from gfgen.server.protocol.limits import NamedKey, ServerLimits
 from gfgen.server.protocol.problems import ApiError
-from gfgen.server.shown.prometheus import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,8 @@ _SECURITY = [
 class RequestGuard:
     """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        limits: ServerLimits,
-        api: ApiOptions,
-        metrics: ServerMetrics,
-        own_address: str | None,
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, service: JobService, own_address: str | None) -> None:
+        api, limits, self._metrics = service.api, service.limits, service.mirror.metrics
         self._hosts = None
         if own_address is not None:  # only names of this server, against DNS rebinding
             own = urlsplit(api.public_url or "").hostname or "localhost"

@@ -53,7 +53,8 @@ _OF_ANSWERS = ("output_format", "output_compression", "modalities")
 ANY_NAME = "*"
 """The alias that stands for all names that are not served."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-_DATA_URL = re.compile(r"data:[^,]{0,100};base64,", re.IGNORECASE)  # clients' types are often wrong
+_KIND = r"(image/[a-z0-9.+-]{1,20}|application/octet-stream)?"
+_DATA_URL = re.compile(rf"data:{_KIND}(;[^;,]{{1,50}})*;base64,", re.IGNORECASE)
 _LINE_ENDS = dict.fromkeys(map(ord, "\r\n"))
 """Of base64 that is wrapped, as `base64` prints it. No other character may be missing or too many."""
 _PICTURE_KEYS = ("image_url", "url", "file", "file_data", "file_url")
