@@ -23,8 +23,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -109,6 +111,7 @@ def _line(asked: argparse.Namespace, idx: int, kind: str, prompt: str) -> Record
     names = ("tiny-qwen-image", "tiny-wan") if asked.tiny else ("qwen-image", "wan2.2-ti2v-5b")
     job: Record = {"id": f"{kind}-{idx:03}", "model": names[frames > 1], "prompt": prompt, "seed": idx}
     job |= {"size": f"{width}x{height}", "steps": asked.steps or (4 if asked.tiny else 20)}
+    job |= {"reuse": asked.reuse} if asked.reuse else {}
     if frames > 1:
         return {**job, "frames": frames, "guidance_scale": 1.0 if asked.no_guidance else 5.0}
     return job | (
@@ -153,14 +156,17 @@ def keep_record(path: Path, record: Record) -> None:
 
 
 def scores(jobs: Sequence[AdmittedJob], ended_s: Mapping[str, float], *, origin_s: float) -> Record:
-    """What gfgen and replicas have alike, from the end of each job's file."""
-    latencies = {job_id: end_s - origin_s for job_id, end_s in ended_s.items()}
+    """What all programs have alike, from the end of each job's file; latencies count from arrivals."""
+    arrival_s = {job.job_id: origin_s + job.spec.arrival_s for job in jobs}
+    latencies = {job_id: end_s - arrival_s[job_id] for job_id, end_s in ended_s.items()}
+    ordered = sorted(latencies.values())
     due_s = {job.job_id: job.spec.deadline_s for job in jobs if job.spec.deadline_s is not None}
     return {
         "num_jobs": len(jobs),
         "num_missing": len(jobs) - len(ended_s),
-        "makespan_s": max(latencies.values(), default=None),
-        "mean_s": statistics.mean(latencies.values()) if latencies else None,
+        "makespan_s": max(ended_s.values()) - origin_s if ended_s else None,
+        "mean_s": statistics.mean(ordered) if ordered else None,
+        "p95_s": ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None,
         "num_deadlines": len(due_s),
         "num_met": sum(job_id in latencies and latencies[job_id] <= due_s[job_id] for job_id in due_s),
     }
@@ -303,6 +309,7 @@ MEDIANS = {
     "to_last_file_s": "command to last file",
     "makespan_s": "first task to last file",
     "mean_s": "mean latency",
+    "p95_s": "P95",
     "warm_up_s": "warm-up",
     "load_models_s": "loads in the run",
     "num_shared": "shared steps",
@@ -349,7 +356,7 @@ def _median(records: Sequence[Record], key: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="command")
     making = _command(commands, "make-jobs", make_jobs)
     making.add_argument("preset", choices=PRESETS)
     making.add_argument("-n", type=int, help="jobs, in the preset's shares")
@@ -358,6 +365,7 @@ def main() -> None:
     making.add_argument("--no-guidance", action="store_true")
     making.add_argument("--deadlines", metavar="LOW,HIGH", help="times the job alone [mixed: 3,8]")
     making.add_argument("--lengths", type=int, help="the most lengths of prompts [any]")
+    making.add_argument("--reuse", type=float, help="share of the steps, of each job")
     making.add_argument("--tiny", action="store_true")
     running = _command(commands, "run", run)
     running.add_argument("--policy", default="auto")
@@ -366,16 +374,23 @@ def main() -> None:
     running.add_argument("--caches", type=Path, help="folder of caches that stays [one of its own]")
     running.add_argument("--checkpoints", action="store_true", help="the jobs name some: no random weights")
     running.add_argument("--keep", type=Path, help="folder for traces, journals and logs")
-    stock = _command(commands, "replicas", replicas)
+    stock = _command(commands, "replicas", measure)
     stock.add_argument("--orders", default="file", help="of file, longest, deadline, shortest")
     stock.add_argument("--embeddings", choices=("auto", "encoded", "ready"), default="auto")
     stock.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     stock.add_argument("--gpus", type=int, help="processes [all GPUs]")
     stock.add_argument("--vae-dtype", default="auto")
-    for measuring in (running, stock):
+    stock.add_argument("--cache-dit", default="", metavar="WORDS", help="of benchmarks/cache_dit_group.py")
+    served = _command(commands, "servers", measure)
+    served.add_argument("--server", action="append", required=True, metavar="[MODEL=]URL")
+    served.add_argument("--name", required=True, help="of the row, with the version")
+    served.add_argument("--gpus", type=int, required=True, help="of the server")
+    served.add_argument("--kill", nargs=2, metavar=("SECONDS", "COMMAND"), help="run once, kills a worker")
+    served.add_argument("--retries", type=int, default=0, help="of a request that fails")
+    for measuring in (running, stock, served):
         measuring.add_argument("jobs", type=Path)
-        measuring.add_argument("--limit", type=float, default=3600.0, help="seconds for all of it")
-    for command in (making, running, stock):
+        measuring.add_argument("--limit", type=float, default=3600.0, help="seconds for all [servers: a job]")
+    for command in (making, running, stock, served):
         command.add_argument("--to", type=Path, required=True)
     _command(commands, "table", table).add_argument("found", type=Path, nargs="+")
     words = [*sys.argv[1:], "--"]
@@ -390,10 +405,8 @@ def _command(commands: Any, name: str, call: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def replicas(asked: argparse.Namespace) -> None:
-    from benchmarks.replicas import measure  # imports torch
-
-    measure(asked)
+def measure(asked: argparse.Namespace) -> None:
+    importlib.import_module(f"benchmarks.{asked.command}").measure(asked)  # imports torch
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +38,8 @@ from gfgen.runtime.core.devices import find_gpus
 from gfgen.runtime.files.outputs import write_output
 
 ROOM_BYTES = 100e9
-WARM_UP_STEPS = 2
-"""Flow matching with one step divides by zero."""
+WARM_UP_STEPS = 4
+"""Flow matching with one step divides by zero; cache-dit may not compute the third of four."""
 NUM_WRITERS = 4
 """Threads of each process."""
 PATIENCE_S = 5.0
@@ -56,6 +58,9 @@ class Settings(NamedTuple):
     encodes: bool
     vae_dtype: str
     folder: Path
+    cache_dit: str = ""
+    """Words of cache_dit_group.py."""
+    rank: int = 0
 
 
 class Told(NamedTuple):
@@ -114,14 +119,14 @@ class Replica:
         # Qwen-Image's mask is not passed on: without one all tokens count, as they do with one prompt.
         return {f"{name}_embeds": pipeline.encode_prompt(text, **given)[0] for name, text in texts.items()}
 
-    def warm_up(self, specs: Sequence[JobSpec], *, rank: int) -> None:
-        """Each rank begins elsewhere, so that ranks find each other's compiled blocks in Inductor's cache."""
+    def warm_up(self, specs: Sequence[JobSpec]) -> None:
+        """Replicas begin elsewhere, so that they find each other's compiled blocks in Inductor's cache."""
         examples: dict[tuple[Any, ...], JobSpec] = {}
         for spec in specs:
             num_tokens = len(self._pipelines[spec.model].tokenizer(spec.prompt).input_ids)
             examples.setdefault((_shape(spec), 0 if spec.fps else num_tokens), spec)  # Wan pads
         found, seen = list(examples.values()), set()
-        first = rank * len(found) // self._settings.num_ranks
+        first = self._settings.rank * len(found) // self._settings.num_ranks
         for spec in found[first:] + found[:first]:
             self.generate(spec, steps=WARM_UP_STEPS, is_decoded=_shape(spec) not in seen)
             seen.add(_shape(spec))
@@ -161,8 +166,9 @@ def serve(rank: int, settings: Settings, specs: Sequence[JobSpec], todo: Any, to
     device = "cpu" if settings.device == "cpu" else f"cuda:{rank}"
     if device != "cpu":
         torch.cuda.set_device(device)
-    replica = Replica(settings, specs, device)
-    replica.warm_up(specs, rank=rank)
+    kind = importlib.import_module("benchmarks.cache_dit_group").Group if settings.cache_dit else Replica
+    replica = kind(settings._replace(rank=rank), specs, device)
+    replica.warm_up(specs)
     counts = torch._dynamo.utils.counters["stats"]
     num_graphs = counts["unique_graphs"]
     told.put(Told("ready"))
@@ -182,6 +188,8 @@ def serve(rank: int, settings: Settings, specs: Sequence[JobSpec], todo: Any, to
             idx = todo.get()
             began_s = time.monotonic()
             frames = replica.generate(specs[idx])
+            if frames is None:  # another rank of the group has them
+                continue
             told.put(Told("made", idx, began_s, time.monotonic(), counts["unique_graphs"] - num_graphs))
             writers.submit(write, idx, frames)
 
@@ -190,24 +198,26 @@ def measure(asked: argparse.Namespace) -> None:
     """Run the jobs in each order, and keep a record of each."""
     began_s, longest_s = time.monotonic(), 0.0
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast (README.md)
     gpus = find_gpus() if asked.device == "cuda" else ()
     has_room = all(gpu.memory_bytes > ROOM_BYTES for gpu in gpus)
     encodes = asked.embeddings == "encoded" or (asked.embeddings == "auto" and has_room)
     jobs = read_jobs(asked.jobs.read_text())
     context = multiprocessing.get_context("spawn")
-    todo, told = context.SimpleQueue(), context.Queue()
+    told = context.Queue()
     with tempfile.TemporaryDirectory(prefix="replicas-") as folder:
         num_ranks = asked.gpus or len(gpus) or 1
-        settings = Settings(asked.device, num_ranks, encodes, asked.vae_dtype, Path(folder))
-        given = (settings, [job.spec for job in jobs], todo, told)
-        processes = [
-            context.Process(target=serve, args=(rank, *given), daemon=True)
-            for rank in range(settings.num_ranks)
-        ]
+        settings = Settings(asked.device, num_ranks, encodes, asked.vae_dtype, Path(folder), asked.cache_dit)
+        specs = [job.spec for job in jobs]
+        assert not any(spec.arrival_s or (spec.reuse and not asked.cache_dit) for spec in specs)
+        todo = [context.SimpleQueue() for _ in range(num_ranks if asked.cache_dit else 1)]
+        given = [(rank, settings, specs, todo[rank % len(todo)], told) for rank in range(num_ranks)]
+        processes = [context.Process(target=serve, args=args, daemon=True) for args in given]
         for process in processes:
             process.start()
         _wait(told, processes, "ready", settings.num_ranks)
-        record = {"what": "diffusers compiled", "caches": "warm", **conditions(asked)}
+        name = f"cache-dit {metadata.version('cache-dit')} {asked.cache_dit}" if asked.cache_dit else ""
+        record = {"what": name or "diffusers compiled", "caches": "warm", **conditions(asked)}
         record["options"] = ["encoding" if encodes else "ready-made embeddings", f"VAE {asked.vae_dtype}"]
         record |= {"num_ranks": settings.num_ranks, "to_ready_s": time.monotonic() - began_s}
         for order in asked.orders.split(","):
@@ -216,8 +226,9 @@ def measure(asked: argparse.Namespace) -> None:
                 break
             keys = [ORDERS[order](*each) for each in zip(jobs, alone_of(jobs), strict=True)]
             for idx in sorted(range(len(jobs)), key=keys.__getitem__):
-                todo.put(idx)
-            found = _scores(jobs, _wait(told, processes, "written", len(jobs)), settings.num_ranks)
+                for each in todo:
+                    each.put(idx)
+            found = _scores(jobs, _wait(told, processes, "written", len(jobs)), num_ranks // len(todo))
             longest_s = max(longest_s, found["makespan_s"])
             keep_record(asked.to, {**record, "policy": order, **found})
         for process in processes:
@@ -235,14 +246,14 @@ def _wait(told: Any, processes: Sequence[Any], kind: str, count: int) -> list[To
     return found
 
 
-def _scores(jobs: Sequence[AdmittedJob], told: Sequence[Told], num_ranks: int) -> Record:
+def _scores(jobs: Sequence[AdmittedJob], told: Sequence[Told], lanes: int) -> Record:
     made = [each for each in told if each.kind == "made"]
     written = [each for each in told if each.kind == "written"]
     ended_s = {jobs[each.idx].job_id: each.ended_s for each in written if not each.error}
     found = scores(jobs, ended_s, origin_s=min(each.began_s for each in made))
     return {
         **found,
-        "busy": sum(each.ended_s - each.began_s for each in made) / num_ranks / (found["makespan_s"] or 1.0),
+        "busy": sum(each.ended_s - each.began_s for each in made) / lanes / (found["makespan_s"] or 1.0),
         "num_late_graphs": max(each.num_late_graphs for each in made),
         "error": next((each.error for each in written if each.error), None),
     }
