@@ -62,7 +62,7 @@ class Trouble:
     failures: Counter[int] = field(default_factory=Counter)
     num_lost_workers: int = 0
     doom: str | None = None  # why the job fails as soon as nothing of it is in flight
-    refused: Task | None = None  # failed because of the job's arguments, in a step or decode twice
+    is_refused: bool = False  # failed because of the job's arguments, in a step or decode twice
     is_cancelled: bool = False  # that is because nobody wants it any more
 
     def fail(self, reason: str) -> None:
@@ -210,7 +210,7 @@ class JobRecord:
         num_approximate = len(trajectory.approximate) - trajectory.num_approximate_from(self.first_open_index)
         outcome.info, outcome.ended_s, outcome.error = self.job.info, ended_s, error
         outcome.status = "done" if error is None else "cancelled" if trouble.is_cancelled else "failed"
-        outcome.is_refused = trouble.refused is not None and error == trouble.doom
+        outcome.is_refused = trouble.is_refused and error == trouble.doom
         outcome.warnings = tuple(trouble.warnings)
         outcome.num_approximate = num_approximate + len(self.given_up.steps)
         outcome.why_approximate = self.given_up.why
@@ -247,8 +247,8 @@ class JobRecord:
         is_last_try = trouble.failures[task.index] >= MAX_TASK_FAILURES
         is_refusal = reason.startswith(_REFUSED) and (is_last_try or task.index < FIRST_STEP)
         if not is_lost and (is_refusal or (is_last_try and _OF_SHAPES.match(reason))):
-            trouble.refused = task
-        if is_last_try or trouble.refused:
+            trouble.is_refused = True
+        if is_last_try or trouble.is_refused:
             trouble.fail(f"{name}: {reason}")
 
     def check(self) -> None:

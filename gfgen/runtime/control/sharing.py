@@ -1,4 +1,4 @@
-"""Which jobs take their next steps together on a rank, and which have equal calls.
+"""Which jobs take their next steps together on a rank.
 
 A *batch* (--batch) has jobs that follow each other in the file, arrive at once, and are equal in all but
 prompts, seeds and files. Policies see one job of it, the leader, when all others have come as far.
@@ -16,15 +16,12 @@ the time.
 from __future__ import annotations
 
 import math
-import operator
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage
-from gfgen.job.spec import call_key
 from gfgen.layout import ALONE
 from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.core.dispatch import Dispatch
@@ -41,9 +38,6 @@ alone: the first of them decodes and encodes, too, and all keep activations of a
 _OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
     ("negative_prompt", "prompt_syntax", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
 )
-_OF_TEXTS = re.compile("prompt|text|token|caption|char|length|string|word|json|KeyError", re.IGNORECASE)
-"""In reasons that may depend on what a job's texts are."""
-_texts = operator.attrgetter("job.spec.prompt", "job.spec.negative_prompt")
 
 
 @dataclass(slots=True)
@@ -82,21 +76,6 @@ def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
         return ()
     index = record.progress.next_index
     return [each for each in record.batch if each is not record and each.progress.next_index == index]
-
-
-def with_equal_calls(record: JobRecord, records: Iterable[JobRecord]) -> list[JobRecord]:
-    """The other jobs of its owner whose calls have equal arguments, if the pipeline refuses these."""
-    if (task := record.trouble.refused) is None:
-        return []
-    equals = [each for each in records if each is not record and _call(each) == _call(record)]
-    behind = [each for each in equals if each.first_open_index <= task.index]
-    is_of_texts = len(behind) < len(equals) or _OF_TEXTS.search(record.trouble.doom or "")
-    return [each for each in behind if _texts(each) == _texts(record)] if is_of_texts else behind
-
-
-def _call(record: JobRecord) -> object:
-    spec = record.job.spec
-    return record.owner, call_key(spec), spec.image_sha256, spec.files_sha256, record.patches
 
 
 def _likeness(record: JobRecord) -> object:

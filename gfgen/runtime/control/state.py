@@ -19,7 +19,7 @@ from gfgen.runtime.control.job_record import JobRecord
 from gfgen.runtime.control.jobs import Jobs
 from gfgen.runtime.control.ranks import Flight, Flights, Ranks
 from gfgen.runtime.control.residency import ModelTurns
-from gfgen.runtime.control.sharing import Sharing, with_equal_calls
+from gfgen.runtime.control.sharing import Sharing
 from gfgen.runtime.core import events
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
@@ -324,11 +324,7 @@ class State:
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
         if flight.dispatch.batch is not None:
             self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
-        equals = with_equal_calls(record, self.jobs.records.values())
-        for other in equals:
-            other.trouble.refused = record.trouble.refused
-            other.trouble.fail(f"{record.trouble.doom} (so did {record.job_id}, with equal arguments)")
-        return [outcome for each in (record, *equals) for outcome in self._settle(each)]
+        return self._settle(record)
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
         record = self.jobs.records.get(event.job_id)
