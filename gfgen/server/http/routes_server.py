@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import resources
+from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from gfgen.errors import OutputError, PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
@@ -21,21 +21,8 @@ from gfgen.server.shown.prometheus import CONTENT_TYPE
 router = APIRouter(tags=["server"])
 ROUTERS = (router,)
 
-PAGE_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".woff2": "font/woff2",
-}
-
-
-def read_page() -> dict[str, tuple[bytes, str]]:
-    """The page's files by name, with their media types; read once, so that no request names a file."""
-    folder = resources.files("gfgen.server") / "page"
-    files = [(file, PAGE_TYPES.get(file.name[file.name.rfind(".") :])) for file in folder.iterdir()]
-    return {file.name: (file.read_bytes(), kind) for file, kind in files if kind is not None}
+PAGE = {file.name: file for file in (Path(__file__).parents[1] / "page").iterdir()}
+"""The page's files by name, so that no request names another file."""
 
 
 @router.get("/health", summary="Does the server take jobs?")
@@ -149,17 +136,15 @@ async def open_session(request: Request, service: Service) -> Response:
 
 
 @router.get("/", include_in_schema=False)
-async def page(request: Request) -> Response:
-    return await page_file(request, "index.html")
+async def page() -> Response:
+    return await page_file("index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def page_file(request: Request, name: str) -> Response:
-    found = request.app.state.page.get(name)
-    if found is None:
+async def page_file(name: str) -> Response:
+    if name not in PAGE:
         raise ApiError(404, "there is no such path")
-    content, kind = found
-    return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+    return FileResponse(PAGE[name], headers={"Cache-Control": "no-cache"})
 
 
 def _check_admin(service: JobService) -> None:

@@ -35,8 +35,6 @@ NOTABLE_S, NOTABLE = 0.5, 0.05
 remaining time."""
 TIMELINE_S = 120.0
 MAX_BARS = 600
-JUMP_S = 1.0
-"""Smaller corrections of the clock move nothing."""
 GAP_S = 0.25
 USE_S = 60
 
@@ -52,8 +50,6 @@ class RunMirror:
         metrics: ServerMetrics | None = None,
     ) -> None:
         self.now, self._monotonic = now, monotonic
-        self._ahead_s = now() - monotonic()
-        """The clock's Unix time, ahead of the monotonic clock."""
         self.began_at = now()
         self.status: schemas.ServerStatus = "loading"
         self.reason: str | None = "the models are loading"
@@ -112,10 +108,7 @@ class RunMirror:
 
     def _serve(self, run_info: link.RunInfo) -> None:
         self.run_info = run_info
-        self.follow_clock()
-        began_s, at = run_info.began_s, run_info.started_at
-        at = at if began_s is None else began_s + self._ahead_s  # the clock may have been set since then
-        self.run = Timeline(started_at=at, facts_of=self._facts_of)
+        self.run = Timeline(started_at=run_info.started_at, facts_of=self._facts_of)
         self.run.began((), num_ranks=run_info.num_ranks, policy=run_info.policy)
         self.status, self.reason = "ready", None
 
@@ -214,25 +207,8 @@ class RunMirror:
         )
         self._is_forecast_due = True
 
-    def follow_clock(self) -> None:
-        """Move the times of what is open if somebody has set the clock: the run's own time has not moved."""
-        ahead_s = self.now() - self._monotonic()
-        moved_s = ahead_s - self._ahead_s
-        if abs(moved_s) < JUMP_S:
-            return
-        self._ahead_s = ahead_s
-        self.began_at += moved_s
-        self.run.move(moved_s)
-        for record in self.records.values():
-            for name in ("started_at", "predicted_start_at", "predicted_end_at"):
-                if (at := getattr(record, name)) is not None:
-                    setattr(record, name, at + moved_s)
-            record.changed()
-        self._is_forecast_due = True
-
     def find(self, job_id: str) -> ServedJob | None:
         """The job while it is open and shortly after its end."""
-        self.follow_clock()
         return self.records.get(job_id) or self.recent.get(job_id)
 
     def _facts_of(self, job_id: str) -> JobFacts | None:
@@ -283,9 +259,10 @@ class RunMirror:
 
     def forecast(self) -> None:
         """Update the predicted ends of open jobs if anything has happened since the last call."""
-        self.follow_clock()
         if self.run_info is None or not (self._is_forecast_due or self.run.running):
             return
+        if self.run_info.began_s is not None:  # somebody may have set the clock
+            self.run.started_at = self.run_info.began_s + self.now() - self._monotonic()
         self._is_forecast_due = False
         views = {
             job_id: record.view
@@ -318,7 +295,6 @@ class RunMirror:
 
         Jobs and bars that have not changed are the same objects as before.
         """
-        self.follow_clock()
         now = self.now()
         opened = [r for r in self.records.values() if owner in (None, r.facts.owner)]
         return server_schemas.LiveState(
@@ -363,7 +339,7 @@ class Timeline(RunView):
 
     def __init__(self, *, started_at: float, facts_of: Callable[[str], JobFacts | None]) -> None:
         super().__init__()
-        self._started_at, self._facts_of = started_at, facts_of
+        self.started_at, self._facts_of = started_at, facts_of
         self._begun_at: dict[int, float] = {}
         """By rank: when its task started."""
         self._busy_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -374,16 +350,7 @@ class Timeline(RunView):
         """By rank."""
 
     def at(self, time_s: float) -> float:
-        return self._started_at + time_s
-
-    def move(self, by_s: float) -> None:
-        """Add seconds to all Unix times: the clock was set."""
-        self._started_at += by_s
-        self._begun_at = {rank: at + by_s for rank, at in self._begun_at.items()}
-        self._busy_s.clear()
-        for bar in list(self._bars.values()):
-            ended_at = None if bar.ended_at is None else bar.ended_at + by_s
-            self._set(bar, started_at=bar.started_at + by_s, ended_at=ended_at)
+        return self.started_at + time_s
 
     def node_of(self, rank: int) -> str | None:
         return self.ranks[rank].node if rank in self.ranks else None
@@ -460,7 +427,7 @@ class Timeline(RunView):
 
     def rank_views(self, now: float, owner: str | None, *, since: float) -> Iterator[server_schemas.Rank]:
         """The ranks, with their tasks for one owner or for all; utilisation counts from `since`."""
-        since = max(since, self._started_at)
+        since = max(since, self.started_at)
         for rank in self.ranks.values():
             yield server_schemas.Rank(
                 rank=rank.rank,
