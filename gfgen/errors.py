@@ -25,6 +25,7 @@ or path, the value, and what would be accepted. `assert` is for mistakes of our 
 
 from __future__ import annotations
 
+import copyreg
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -41,13 +42,7 @@ class GfgenError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors pass between processes, whatever their classes are made from."""
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(kind: type[GfgenError], args: tuple[Any, ...], attributes: dict[str, Any]) -> GfgenError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class InputError(GfgenError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from random import Random
 
 from builders import STEP_S, Recorder
 
 from gfgen.cluster.driver import Driver, driver_of, start_of
-from gfgen.cluster.node import Fleet, JobEnded, Report
+from gfgen.cluster.node import Fleet, JobEnded, NodeLost, Report
 from gfgen.cluster.simulated import SimulatedCluster, SimulatedNode
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
@@ -36,7 +37,13 @@ class FakeCluster(SimulatedCluster):
         self.join(node, self.clock.now_s)
 
     def kill(self, name: str) -> None:
-        self.lose(name, "killed")
+        """A node dies now, and with it what it has sent."""
+        del self._nodes[name]
+        self._mail = [
+            each for each in self._mail if not (isinstance(each[2], JobEnded) and each[2].node == name)
+        ]
+        heapq.heapify(self._mail)
+        self.report(NodeLost(name, "killed"), self.clock.now_s)
 
 
 class FaultyCluster(FakeCluster):

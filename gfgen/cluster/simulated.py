@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gfgen.cluster.driver import driver_of, start_of
-from gfgen.cluster.node import Fleet, JobEnded, NodeJoined, NodeLost, Report
+from gfgen.cluster.node import Fleet, JobEnded, NodeJoined, Report
 from gfgen.errors import RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control, Steering
@@ -128,15 +128,6 @@ class SimulatedCluster:
     def join(self, node: SimulatedNode, at_s: float = 0.0) -> None:
         self._nodes[node.name] = node
         self._post(NodeJoined(node), at_s)
-
-    def lose(self, name: str, reason: str) -> None:
-        """A node dies now, and with it what it has sent."""
-        del self._nodes[name]
-        self._mail = [
-            each for each in self._mail if not (isinstance(each[2], JobEnded) and each[2].node == name)
-        ]
-        heapq.heapify(self._mail)
-        self.report(NodeLost(name, reason), self._clock.now_s)
 
     def tell(self, node: SimulatedNode, message: AdmittedJob | int) -> None:
         self._post((node.name, message), self._clock.now_s + LATENCY_S)

@@ -323,29 +323,19 @@ def rows_of(stream: BinaryIO, columns: Mapping[str, str]) -> Iterator[Entry]:
         for field, column in columns.items():
             _check_column(field, column, there)
         for batch in file.iter_batches(PARQUET_ROWS, columns=list(columns.values())):
-            for row in _rows_in(batch):
+            found = {field: batch.column(column) for field, column in columns.items()}
+            for idx in range(batch.num_rows):
                 number += 1
-                if isinstance(row, Exception):
-                    unread = f"cannot be read ({in_one_line(row)})"
+                try:
+                    given = {field: values[idx].as_py() for field, values in found.items()}
+                except (ValueError, OverflowError) as error:  # no UTF-8, or a time without a place
+                    unread = f"cannot be read ({in_one_line(error)})"
                     yield Row(number), Problem(Row(number), None, None, unread)
                     continue
-                given = {field: row[column] for field, column in columns.items()}
                 yield Row(number), {field: value for field, value in given.items() if value is not None}
     except (ArrowException, OSError) as error:
         line, what = (Row(number + 1), "this row and those after it") if number else (None, "it")
         raise ReadingEnded(line, f"{what} cannot be read as Parquet ({in_one_line(error)})") from None
-
-
-def _rows_in(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
-    """The rows, or what is wrong with one, such as a text that is not UTF-8 or a time without a place."""
-    try:
-        yield from batch.to_pylist()
-    except (ValueError, OverflowError):
-        for idx in range(batch.num_rows):
-            try:
-                yield batch.slice(idx, 1).to_pylist()[0]
-            except (ValueError, OverflowError) as error:
-                yield error
 
 
 def _check_column(field: str, column: str, there: list[str]) -> None:

@@ -108,8 +108,6 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
                 loaded.append(json.loads(line.rstrip(",")))
-    if isinstance(loaded, dict):
-        loaded = loaded.get("traceEvents")
     found = loaded if isinstance(loaded, list) else []
     entries = [entry for entry in found if isinstance(entry, dict) and "ph" in entry]
     if not entries and text.strip() not in ("", "[", "[]"):

@@ -155,7 +155,8 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
     yield b"retry: %d\n\n" % RETRY_MS
     epoch = service.store.epoch
     while True:
-        for event in (news := record.events_after(seen)):
+        news = [event for event in record.events if event.number > seen]
+        for event in news:
             seen = event.number
             yield event_bytes(event.kind.encode(), event.body, b"%d-%d" % (epoch, seen))
             if event.kind == "stopping":  # a step that ends now would follow it

@@ -212,9 +212,6 @@ class ServedJob:
         at, error = self.ending.completed_at, _failure(self.ending)
         self.event(self.status, at, error=error, content_url=self.content_url)
 
-    def events_after(self, number: int) -> list[EncodedEvent]:
-        return [event for event in self.events if event.number > number]
-
 
 def layout_view(layout: Layout) -> LayoutView:
     return LayoutView(
