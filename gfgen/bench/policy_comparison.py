@@ -15,7 +15,7 @@ from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.system.wording import counted, first_of, in_words
+from gfgen.system.wording import counted, in_words, named
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
@@ -155,7 +155,7 @@ def _starved(run: PolicyRun) -> list[str]:
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
         return []
-    names = ", ".join(first_of([outcome.info.job_id for outcome in never], "job"))
+    names = named([outcome.info.job_id for outcome in never], "job")
     jobs, error = counted(len(never), "job"), never[0].error
     return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}"]
 

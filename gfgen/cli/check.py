@@ -32,7 +32,7 @@ from gfgen.session.memory import GpuMemory, HostMemory
 from gfgen.session.ranks import Ranks, differences, made_with
 from gfgen.system.machine import free_bytes
 from gfgen.system.signals import DecisionTimeout
-from gfgen.system.wording import counted, first_of, in_words, size_in_words
+from gfgen.system.wording import counted, in_words, named, size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +152,13 @@ class _Prediction:
             f"about {in_words(self.seconds)} on {self.machine}, plus loading; done at {ends} if it starts now"
         )
         if self.timed_out:
-            text += f"; {counted(len(self.timed_out), 'job')} would time out: {_named(self.timed_out)}"
+            text += f"; {counted(len(self.timed_out), 'job')} would time out: {named(self.timed_out, 'job')}"
         if not self.deadlines:
             return text
         if not self.late:
             due = "its deadline" if self.deadlines == 1 else f"all {self.deadlines:,} deadlines"
             return f"{text}; {due} met"
-        return f"{text}; {len(self.late)} of {self.deadlines} deadlines missed: {_named(self.late)}"
+        return f"{text}; {len(self.late)} of {self.deadlines} deadlines missed: {named(self.late, 'job')}"
 
 
 def _prediction(
@@ -230,14 +230,15 @@ class Report:
         shown = [f"{count:,} {WORDS.get(name, name)}" for name, count in facts["counts"].items() if count]
         yield f"jobs      {', '.join(shown) or 'none'}"
         if changed := facts["changed"]:
-            yield f"changed   {_named(changed)}: made again, since the job differs from the finished one"
+            names = named(changed, "job")
+            yield f"changed   {names}: made again, since the job differs from the finished one"
         if again := facts["again"]:
-            yield f"again     {_named([f'{job_id} ({why})' for job_id, why in again.items()])}"
+            yield f"again     {named([f'{job_id} ({why})' for job_id, why in again.items()], 'job')}"
         by_change: dict[str, list[str]] = {}
         for job_id, changes in facts["made_with_others"].items():
             by_change.setdefault(", ".join(changes), []).append(job_id)
         for text, ids in by_change.items():
-            yield f"done      with {text}: {_named(ids)}; --force makes them again"
+            yield f"done      with {text}: {named(ids, 'job')}; --force makes them again"
         yield f"output    {facts['output']}/"
         if facts["overrides"]:
             yield f"fields    {_fields(facts['overrides'])} on all jobs, by options"
@@ -282,7 +283,3 @@ def _problem_as_json(problem: Problem) -> dict[str, Any]:
 
 def _fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {shown(value)}" for name, value in fields.items())
-
-
-def _named(ids: Sequence[str]) -> str:
-    return ", ".join(first_of(ids, "job"))

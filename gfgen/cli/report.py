@@ -32,7 +32,7 @@ from gfgen.runtime.files.manifest import (
     read_manifest,
 )
 from gfgen.runtime.files.ownership import check_free
-from gfgen.system.wording import counted, first_of, in_words, size_in_words
+from gfgen.system.wording import counted, in_words, named, size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class FolderReport:
         shown = ", ".join(f"{counts[each]} {each}" for each in reversed(STATUSES) if counts[each])
         yield f"{self.folder}: {counted(counts.total(), 'job')}: {shown}"
         if self.left:
-            names = ", ".join(first_of(sorted(self.left), "job"))
+            names = named(sorted(self.left), "job")
             yield f"left      {names}: run the same command again to go on"
         if self.waiting:
             yield f"waiting   {counted(self.waiting, 'job')} of the last run had not arrived"

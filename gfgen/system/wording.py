@@ -18,6 +18,11 @@ def first_of(things: Sequence[object], noun: str) -> list[str]:
     return [*named, f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else named
 
 
+def named(things: Sequence[object], noun: str) -> str:
+    """'a, b and c', with the first few of many."""
+    return ", ".join(first_of(things, noun))
+
+
 def in_lines(numbers: Sequence[int | None]) -> str:
     """'line 3', 'lines 1, 2, 3 and 5 more'."""
     shown = ", ".join(map(str, numbers[:MAX_NAMED]))

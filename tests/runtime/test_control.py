@@ -487,8 +487,8 @@ def test_a_run_without_a_disk_ends_early_if_nothing_that_is_left_fits():
     assert control.clock.now_s < 5.0
 
 
-@pytest.mark.parametrize(("number", "named"), [(5, "0, 1, 2, 3, 4"), (7, "0, 1, 2, 3, 4 and 2 more")])
-def test_five_of_the_jobs_that_wait_are_named(number, named):
+@pytest.mark.parametrize(("number", "named"), [(2, "0, 1"), (12, "0, 1, .*, 9, and 2 more jobs")])
+def test_ten_of_the_jobs_that_wait_are_named(number, named):
     control, _ = simulated_control([make_job(f"{n}") for n in range(number)])
     control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match=f"{number} jobs wait: {named}$"):

@@ -90,8 +90,7 @@ def test_of_many_late_jobs_the_rest_is_named_with_how_late_it_is():
     lines = words(plan_of([make_job(f"job-{i}", steps=1, deadline_s=1.0) for i in range(12)]))
     (rest,) = [line for line in lines if line.startswith("  and ")]
     assert rest.startswith("  and 7 more, ")
-    assert rest.count("job-") == 5
-    assert rest.endswith(", ...")
+    assert rest.count("job-") == 7
     assert " s late: job-" in rest
 
 

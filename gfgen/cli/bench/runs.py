@@ -45,7 +45,7 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.session.session import Session, SessionOptions
-from gfgen.system.wording import first_of
+from gfgen.system.wording import named
 
 WARM_UP_STEPS = 3
 """Later steps launch nothing else."""
@@ -90,7 +90,7 @@ def traced(
 
 
 def kinds_of(kinds: Counter[str]) -> str:
-    return ", ".join(first_of([f"{kind} ({number})" for kind, number in kinds.most_common()], "kind"))
+    return named([f"{kind} ({number})" for kind, number in kinds.most_common()], "kind")
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:

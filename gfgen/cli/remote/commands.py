@@ -22,7 +22,7 @@ from gfgen.cli.shown.board import has_cursor, printable
 from gfgen.errors import GfgenError, InputError
 from gfgen.runtime.files.lock import holder_of
 from gfgen.session.live import read_live
-from gfgen.system.wording import counted, first_of
+from gfgen.system.wording import counted, named
 
 if TYPE_CHECKING:
     import curses
@@ -106,7 +106,7 @@ def cancel(ids: tuple[str, ...], *, asked: Asked) -> int:
             {"num_cancelled": found.num_cancelled, "cancelled": found.ids, "unmatched": found.unmatched}
         )
     elif found.num_cancelled:
-        names = ", ".join(first_of([*found.ids, *[""] * (found.num_cancelled - len(found.ids))], "job"))
+        names = named([*found.ids, *[""] * (found.num_cancelled - len(found.ids))], "job")
         click.echo(f"cancelled {counted(found.num_cancelled, 'job')}: {names}")
     for pattern in found.unmatched:
         click.echo(f"gfgen: no open job matches {pattern}", err=True)

@@ -28,7 +28,7 @@ from gfgen.runtime.predict.profile_store import find_profile, first_fitting, ope
 from gfgen.session.memory import GpuMemory
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import cpu_name
-from gfgen.system.wording import MAX_NAMED, counted, size_in_words
+from gfgen.system.wording import counted, named, size_in_words
 
 DEFAULT_RANKS = 4
 AT_LOADING = f"at {LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate"
@@ -114,9 +114,8 @@ def unseen_shapes(profile: Profile, jobs: Sequence[AdmittedJob]) -> str | None:
     unseen = {job.shape: None for job in nominal if (job.model_in(known), job.shape) not in seen}
     if not unseen:
         return None
-    named = ", ".join(list(unseen)[:MAX_NAMED]) + (", ..." if len(unseen) > MAX_NAMED else "")
     until = "The times of new shapes are guesses from their sizes until a run measures them."
-    return f"Not measured yet: {named}. {until}"
+    return f"Not measured yet: {named(list(unseen), 'shape')}. {until}"
 
 
 def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:

@@ -8,13 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.runtime.core.metrics import ALL_TAGS, Summary
-from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import uncertain
-from gfgen.runtime.simulate.planner import LateJob, Plan, PlanOption
-from gfgen.system.wording import in_words
+from gfgen.runtime.simulate.planner import Plan, PlanOption
+from gfgen.system.wording import in_words, named
 
 NONE = "-"
-MAX_LINES, MAX_NAMED = 5, 5
+MAX_LINES = 5
 """Jobs with a line each, and further jobs named in one line."""
 BAR_CHARS = 30
 ESTIMATED = "~ Estimated, without moves between ranks; the rest is simulated."
@@ -127,7 +126,7 @@ def _late_lines(plan: Plan) -> Iterator[str]:
     if others := late[MAX_LINES:]:
         least, most = in_words(others[-1].late_s), in_words(others[0].late_s)
         margin = most if least == most else f"{least} to {most}"
-        yield f"  and {len(others)} more, {margin} late: {_named(others)}"
+        yield f"  and {len(others)} more, {margin} late: {named([job.job_id for job in others], 'job')}"
 
 
 def _failed_lines(plan: Plan) -> Iterator[str]:
@@ -137,11 +136,7 @@ def _failed_lines(plan: Plan) -> Iterator[str]:
     for job in failed[:MAX_LINES]:
         yield f"  {job.job_id}: at {clock_time(plan, job.ended_s)}, {job.error}"
     if others := failed[MAX_LINES:]:
-        yield f"  and {len(others)} more: {_named(others)}"
-
-
-def _named(jobs: Sequence[LateJob | JobOutcome]) -> str:
-    return ", ".join(job.job_id for job in jobs[:MAX_NAMED]) + (", ..." if len(jobs) > MAX_NAMED else "")
+        yield f"  and {len(others)} more: {named([job.job_id for job in others], 'job')}"
 
 
 def _chart(plan: Plan, options: Sequence[PlanOption], names: Sequence[str], title: str) -> list[str]:

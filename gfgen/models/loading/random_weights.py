@@ -51,7 +51,7 @@ from gfgen.models.loading.components import (
     without_progress_bars,
 )
 from gfgen.models.streaming.placing import IN_PLACE, Placing
-from gfgen.system.wording import first_of
+from gfgen.system.wording import named
 
 WORD_LIST = """
 a an the of in on at with and over under through from to by into is are red orange yellow green blue
@@ -306,7 +306,7 @@ class StoredWeights:
 def _check_there(where: str, lacking: Collection[str]) -> None:
     if lacking:
         reason = "the files of the model have changed since it was loaded"
-        raise ModelError(f"{where}: lacks {', '.join(first_of(sorted(lacking), 'weight'))}; {reason}")
+        raise ModelError(f"{where}: lacks {named(sorted(lacking), 'weight')}; {reason}")
 
 
 # Tiny models ----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Decision, Snapshot
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, named
 
 logger = logging.getLogger(__name__)
 
@@ -323,10 +323,9 @@ class Control:
             self._close_early()
         elif not self.state.expects_more:
             waiting = self.state.jobs.open.ids
-            names = ", ".join(waiting[:5]) + (f" and {len(waiting) - 5} more" if len(waiting) > 5 else "")
             raise StalledError(
                 f"policy {name} starts nothing although all ranks are free; "
-                f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
+                f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {named(waiting, 'job')}"
             )
         else:
             self._warn_once(

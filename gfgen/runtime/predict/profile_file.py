@@ -27,14 +27,13 @@ from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS, Degrees
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.system.wording import named
 
 FORMAT = 1
 BASES = ("measured", "runs", "scaled")
 """The source of a row: `gfgen profile`, measurements of runs, or a scaled profile of another machine."""
 MAX_SECONDS = 1e6
 """Limit for one task: more than a week is not a measurement."""
-_MAX_NAMED = 3
-"""Limit for models or shapes in one line."""
 IN_BATCHES = " in batches of "
 """Before the number of jobs, at the end of a row's shape, for steps that jobs share."""
 TaskKey = tuple[str, str, Stage, Degrees]
@@ -173,8 +172,8 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
     missing = [job.spec.model or "" for job in jobs if job.model_in(models) not in models]
     if missing:
         raise InputError(
-            f"the profile of {profile.device!r} has no {_some(list(dict.fromkeys(missing)))}, which "
-            f"{len(missing)} of {len(jobs)} jobs use; it has {_some(sorted(models))}: measure with "
+            f"the profile of {profile.device!r} has no {named(list(dict.fromkeys(missing)), 'model')}, which "
+            f"{len(missing)} of {len(jobs)} jobs use; it has {named(sorted(models), 'model')}: measure with "
             f"'gfgen profile JOBS' or 'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
     for model in dict.fromkeys(job.model_in(models) for job in jobs):
@@ -189,11 +188,6 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
             f"{'1 rank' if profile.num_ranks == 1 else f'1 to {profile.num_ranks} ranks'}; "
             f"use at most {profile.num_ranks}, or measure with 'gfgen profile --ranks {num_ranks}'"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
-    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
 
 
 def profile_of(content: object) -> Profile:

@@ -26,8 +26,8 @@ from gfgen.job.images import NoImages
 from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.schemas import OpenRequest, RequestModel
+from gfgen.system.wording import first_of
 
-MAX_SHOWN = 5
 NO_PATHS = NoImages(
     "paths are not accepted over HTTP; send the job with its picture to /v1/videos or /v1/jobs"
 )
@@ -96,10 +96,7 @@ def responses(*statuses: int, **sent: Any) -> dict[int | str, dict[str, Any]]:
 
 
 def refused(problems: Sequence[Problem], *, status: int) -> ApiError:
-    texts = list(map(str, problems[:MAX_SHOWN]))
-    if len(problems) > MAX_SHOWN:
-        texts.append(f"and {len(problems) - MAX_SHOWN} more problems")
-    return ApiError(status, "; ".join(texts), param=problems[0].field)
+    return ApiError(status, "; ".join(first_of(problems, "problem")), param=problems[0].field)
 
 
 def renamed(problems: Iterable[Problem], names: Mapping[str, str]) -> list[Problem]:

@@ -25,7 +25,7 @@ from gfgen.errors import in_one_line
 from gfgen.server.protocol.limits import ApiOptions
 from gfgen.server.protocol.problems import ApiError
 from gfgen.server.shown.served_job import ServedJob
-from gfgen.system.wording import counted, first_of
+from gfgen.system.wording import counted, named
 
 if TYPE_CHECKING:
     import httpx
@@ -69,7 +69,7 @@ class Webhooks:
         if self._pending:
             await asyncio.wait(self._pending, timeout=patience_s)
         if lost := list(self._pending.values()):
-            shown = ", ".join(first_of(lost, "job"))
+            shown = named(lost, "job")
             logger.error("the server ends before the webhooks of %s: %s", counted(len(lost), "job"), shown)
         given_up = list(self._pending)
         for task in given_up:
