@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -162,7 +162,7 @@ def load_profile(path: Path) -> Profile:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
         return profile_of(content)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
 
 
@@ -191,13 +191,13 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
 
 
 def profile_of(content: object) -> Profile:
-    """The profile in a file's JSON. Raises: ValueError that says what is wrong with it."""
-    head = _checked(Profile, content, also=("format",))
-    if head.pop("format") != FORMAT:
+    """The profile in a file's JSON. Raises: ValueError or TypeError that says what is wrong with it."""
+    head = _checked(Profile, content)
+    if head.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
     if not isinstance(head.get("versions", {}), dict):
         raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
-    peaks, rows = head.get("peaks", {}), head.pop("rows")
+    peaks, rows = head.get("peaks", {}), head.pop("rows", None)
     if not isinstance(peaks, dict) or any(type(size) is not int for size in peaks.values()):
         raise ValueError("peaks are no numbers of bytes by task")
     if not isinstance(rows, list) or not (rows or peaks or head.get("read_bytes_per_s")):
@@ -206,7 +206,7 @@ def profile_of(content: object) -> Profile:
     for number, row in enumerate(rows, start=1):
         try:
             parsed.append(_row_of(row))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"row {number}: {error}") from None
     return Profile(rows=tuple(parsed), **head)
 
@@ -215,11 +215,11 @@ def _row_of(content: object) -> ProfileRow:
     row = _checked(ProfileRow, content)
     if row.get("basis", "measured") not in BASES:
         raise ValueError(f"basis = {row['basis']!r}: one of {', '.join(BASES)} is accepted")
-    degrees = row["degrees"]
+    degrees: Any = row.get("degrees")
     is_known = isinstance(degrees, list) and len(degrees) in (3, 4)
     if not is_known or any(type(degree) is not int or degree < 1 for degree in degrees):
         raise ValueError(f"degrees {degrees!r}: three or four whole numbers are accepted, as in [1, 2, 1]")
-    return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
+    return ProfileRow(**{**row, "stage": Stage(row.get("stage", "")), "degrees": tuple(degrees)})
 
 
 _NUMBERS: Mapping[str, Any] = {"int": (int,), "float": (int, float), "float | None": (int, float, NoneType)}
@@ -235,22 +235,13 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
 """Of numbers that may not be anything from 0."""
 
 
-def _checked(kind: type, content: object, *, also: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object: it has all required fields and no unknown ones, and its texts and numbers are such."""
+def _checked(kind: type, content: object) -> dict[str, Any]:
+    """The JSON object; its texts and numbers are such. The class refuses missing and unknown fields."""
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} in place of an object with fields")
-    known = [*also, *(entry.name for entry in fields(kind))]
-    for name in content:
-        if name not in known:
-            raise ValueError(f"{name!r} is not a field; {', '.join(known)} are")
-    for name in also:
-        if name not in content:
-            raise ValueError(f"{name} is missing")
     for entry in fields(kind):
         if entry.name in content:
             _check(entry.name, content[entry.name], str(entry.type))
-        elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise ValueError(f"{entry.name} is missing")
     return dict(content)
 
 
