@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from gfgen.system.machine import (
     cpu_quota,
     free_bytes,
     memory_limit,
+    version_of,
 )
 from gfgen.system.wording import counted, size_in_words
 
@@ -96,9 +96,9 @@ def _machine() -> Iterator[str]:
 
 def _packages(missing: list[str]) -> Iterator[str]:
     for name in COMPUTING:
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:
+        if number := version_of(name):
+            yield f"{name} {number}"
+        else:
             missing.append(f"! {name} ({_INSTALL})")
     purposes = {
         "videos": VIDEOS,
@@ -107,11 +107,7 @@ def _packages(missing: list[str]) -> Iterator[str]:
         "gfgen serve": SERVING,
     }
     for purpose, names in purposes.items():
-        for name in names:
-            try:
-                version(name)
-            except PackageNotFoundError:
-                missing.append(f"{name}, for {purpose} ({_INSTALL})")
+        missing += [f"{name}, for {purpose} ({_INSTALL})" for name in names if not version_of(name)]
     try:
         native.library()
         yield "native CPU collectives: ready"
@@ -125,8 +121,7 @@ def _gpus(missing: list[str]) -> Iterator[str]:
     except RunError as error:
         yield f"none ({str(error).removesuffix(SEE_DOCTOR)}): jobs run on CPU ranks"
         return
-    number = ".".join(map(str, cuda.version))
-    yield f"driver for CUDA {number}"
+    yield f"driver for CUDA {'.'.join(map(str, cuda.version))}"
     if cuda.version < _MIN_CUDA:
         missing.append("an NVIDIA driver for CUDA 12.4 or newer, for collectives between GPUs")
     for device in range(cuda.num_devices):
@@ -138,17 +133,12 @@ def _gpus(missing: list[str]) -> Iterator[str]:
         missing.append("NVRTC, which compiles the collectives (it comes with a CUDA build of PyTorch)")
     else:
         yield f"kernel compiler: {nvrtc.name}"
-    try:
-        yield f"attention for prompts of any length: {_CUDNN} {version(_CUDNN)}"
-    except PackageNotFoundError:
+    if number := version_of(_CUDNN):
+        yield f"attention for prompts of any length: {_CUDNN} {number}"
+    else:
         missing.append(f"{_CUDNN}, to share CUDA graphs between prompts of any length ({_INSTALL})")
-    try:
-        if "+cpu" in version("torch"):
-            missing.append(
-                "a CUDA build of PyTorch: the installed one supports CPUs only (https://pytorch.org)"
-            )
-    except PackageNotFoundError:
-        pass
+    if "+cpu" in version_of("torch"):
+        missing.append("a CUDA build of PyTorch: the installed one supports CPUs only (https://pytorch.org)")
 
 
 def _models(ranks: Ranks | None = None) -> Iterator[str]:

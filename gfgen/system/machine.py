@@ -61,13 +61,15 @@ def cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that task durations depend on."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: number for name in _PACKAGES if (number := version_of(name))}
+    return {"python": platform.python_version()} | found
+
+
+def version_of(package: str) -> str:
+    """Empty if it is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 @functools.cache
