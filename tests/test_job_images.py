@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,15 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ImageReader(Path("elsewhere")).check("~/a.png")[0] == tmp_path / "a.png"
 
 
+def test_a_size_does_not_depend_on_odd_metadata(tmp_path: Path) -> None:
+    for name, kind, count, value in (("text", 2, 4, b"six\0"), ("turned", 3, 2, b"\6\0\6\0")):
+        entry = struct.pack("<HHHI", 1, 274, kind, count) + value
+        exif = b"Exif\0\0II*\0\x08\0\0\0" + entry + bytes(4)
+        Image.new("RGB", (48, 32)).save(tmp_path / f"{name}.jpg", exif=exif)
+    assert images.upright_size(str(tmp_path / "text.jpg"), "") == (48, 32)
+    assert images.upright_size(str(tmp_path / "turned.jpg"), "") == (32, 48)
+
+
 def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
@@ -232,8 +242,13 @@ def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) ->
     with pytest.raises(LoraError, match="has NaN or infinity"):
         files.check("b.safetensors", None)
     other = {f"diffusion_model.{name}": numbers, name.replace("lora_A", "lora_B"): numbers * 0}
-    save_file(other, tmp_path / "d.safetensors")
-    with pytest.raises(LoraError, match="has no effect, because its second factors are all 0"):
-        files.check("d.safetensors", None)
+    lokr = {f"a.lokr_{kind}": numbers * (kind != "w2_b") for kind in ("w1", "w2_a", "w2_b")}
+    minus = {each: values if values.any() else -values for each, values in other.items()}
+    for number, tensors in enumerate((other, minus, lokr)):
+        save_file(tensors, tmp_path / f"d{number}.safetensors")
+        with pytest.raises(LoraError, match="has no effect, because its second factors are all 0"):
+            files.check(f"d{number}.safetensors", None)
+    save_file(other | {"b.lora_B.weight": numbers}, tmp_path / "e.safetensors")
+    files.check("e.safetensors", None)  # 0 in some layers only
     with pytest.raises(LoraError, match=r"c\.safetensors"):
         files.check("c.safetensors", None)

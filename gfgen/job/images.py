@@ -239,9 +239,11 @@ def upright_size(path: str, sha256: str) -> tuple[int, int] | None:
     """Width and height of a picture with this hash; None if it cannot be read any more."""
     from PIL import Image
 
-    with contextlib.suppress(OSError), Image.open(path, formats=IMAGE_FORMATS) as picture:
-        is_turned = picture.format != "TIFF" and picture.getexif().get(274, 1) > 4
-        return picture.size[::-1] if is_turned else picture.size
+    with contextlib.suppress(OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd metadata
+        with Image.open(path, formats=IMAGE_FORMATS) as picture:
+            is_turned = picture.format != "TIFF" and picture.getexif().get(274) in (5, 6, 7, 8)
+            return picture.size[::-1] if is_turned else picture.size
     return None
 
 
@@ -287,7 +289,7 @@ MAX_LORA_BYTES = 8 * 2**30
 USUAL_NAME = "pytorch_lora_weights.safetensors"
 MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that diffusers converts
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_UP = re.compile(r"lora_B|up\.|lokr_w2|\.diff(_b)?$")
+_UP = re.compile(r"lora_B|up\.|lokr_w2(?!_a)|\.diff(_b)?$")
 """In names of tensors of which one that is not 0 changes a weight."""
 _EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
 _EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
@@ -406,7 +408,7 @@ def _check_numbers(path: Path) -> None:
             if np.any((bits & kind[1]) == kind[1]):
                 raise LoraError(f"{path}: {name} has NaN or infinity")
             if _UP.search(name):
-                has_effect.append(bits.any())
+                has_effect.append(np.any(bits << 1))  # without signs
         elif not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")

@@ -112,6 +112,22 @@ def test_a_jobs_scheduler_options_change_its_result(checkpoint: Path) -> None:
     assert not np.array_equal(run(checkpoint, spec).numpy(), own_call(checkpoint))
 
 
+def test_noise_levels_end_in_the_zero_that_a_scheduler_expects_in_its_list(tmp_path: Path) -> None:
+    folder = save_checkpoint("StableDiffusionXLPipeline", tmp_path)
+    levels = [14.0, 6.0, 2.0, 0.5]
+    spec = JobSpec(
+        id="a", prompt="a red cat", width=64, height=64, guidance_scale=1, seed=3, steps=4, sigmas=levels,
+        scheduler={"class": "EulerDiscreteScheduler"},
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(folder)
+    pipeline.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipeline.scheduler.config)
+    made = pipeline(
+        "a red cat", width=64, height=64, guidance_scale=1, sigmas=[*levels, 0.0], output_type="np",
+        generator=torch.Generator().manual_seed(3),
+    ).images  # fmt: skip
+    assert np.array_equal(run(folder, spec).numpy(), (made * 255).round().astype(np.uint8))
+
+
 def test_a_pipeline_that_cannot_be_cut_runs_as_one_task(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,3 +172,8 @@ def test_a_shift_that_the_size_sets_is_refused(model, monkeypatch):
     assert problems(shift=3) == [f"scheduler.shift = 3: {reason}"]
     assert problems(shift=3, use_dynamic_shifting=False) == []
     assert problems(shift=1.0, base_shift=1.1, max_shift=1.1) == []
+    # One class names it otherwise, another one has no shift that the size sets.
+    assert problems(**{"class": "UniPCMultistepScheduler"}, flow_shift=3) == [
+        f"scheduler.flow_shift = 3: {reason}"
+    ]
+    assert problems(**{"class": "FlowMatchHeunDiscreteScheduler"}, shift=3) == []

@@ -162,12 +162,14 @@ def shift_of(spec: JobSpec) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def shift_problems(spec: JobSpec, *, shifts_by_size: bool) -> Iterator[Problem]:
+def shift_problems(spec: JobSpec, own_class: str | None, *, shifts_by_size: bool) -> Iterator[Problem]:
     """A shift that a scheduler does not use; 1 is what configs of such schedulers have."""
-    options = spec.scheduler or {}
-    if options.get("shift", 1) != 1 and options.get("use_dynamic_shifting", shifts_by_size):
-        reason = 'has no effect, because the size sets the shift; add "use_dynamic_shifting": false'
-        yield Problem.of("scheduler.shift", shown(options["shift"]), reason)
+    options, switch = spec.scheduler or {}, "use_dynamic_shifting"
+    known = options_of(str(options.get("class", own_class)))
+    for name in {"shift", "flow_shift"} & known.keys() if switch in known else ():
+        if options.get(name, 1) != 1 and options.get(switch, shifts_by_size):
+            reason = f'has no effect, because the size sets the shift; add "{switch}": false'
+            yield Problem.of(f"scheduler.{name}", shown(options[name]), reason)
 
 
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:

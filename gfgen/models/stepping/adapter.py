@@ -50,6 +50,8 @@ from gfgen.models.streaming.turns import present_place
 logger = logging.getLogger(__name__)
 
 DEFAULT_SOUND_RATE = 24_000
+ENDS_IN_ZERO = ("EulerDiscreteScheduler", "LTXEulerAncestralRFScheduler")
+"""Classes that take the last noise level, 0, in `sigmas`, not as a job. Source: diffusers 0.42."""
 
 
 class PipelineAdapter(Adapter):
@@ -227,6 +229,9 @@ class PipelineAdapter(Adapter):
         """Of the pipeline's call, or of another one, in which `image` stands for the job's."""
         signature = signature or self._signature
         arguments = signature.arguments_for(spec)
+        own = type(getattr(self.pipeline, "scheduler", None)).__name__
+        if "sigmas" in arguments and (spec.scheduler or {}).get("class", own) in ENDS_IN_ZERO:
+            arguments["sigmas"] = [*arguments["sigmas"], 0.0]
         if image is not None:
             arguments["image"], spec = image, replace(spec, image=None)
         arguments |= given_files(spec, has_alpha=self.geometry.has_alpha)
