@@ -185,13 +185,17 @@ class KeyTakenError(Exception):
         self.is_same = is_same
 
 
+class RemovedError(OutputError):
+    """Another program removed the store: what is written would be lost."""
+
+
 class Store:
     """The jobs of one output folder. Every write raises OutputError if the disk is full or fails."""
 
     def __init__(self, path: Path, *, began_at: float) -> None:
         self._path = path
         self._reader = _connect(path)
-        self._writer = _connect(path)
+        self._writer, self._file = _connect(path), os.stat(path)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._logged_error: str | None = None
         """The last reported reason why writes fail."""
@@ -271,8 +275,8 @@ class Store:
 
     async def check_writable(self) -> None:
         """Raises: OutputError if a write fails, or if there is no room for `ROOM_BYTES`."""
-        await asyncio.to_thread(_check_room, self._path.parent)
         await self._do(_statement(f"PRAGMA user_version = {VERSION}", ()))
+        await asyncio.to_thread(_check_room, self._path.parent)
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
@@ -373,6 +377,8 @@ class Store:
         """Run these in one transaction; one that fails rolls back only its own writes."""
         db, done = self._writer, []
         try:
+            if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), self._file):
+                raise RemovedError(f"{self._path.name} was removed or replaced; start the server again")
             db.execute("BEGIN IMMEDIATE")
             for work, future in queued:
                 done.append((future, _attempt(db, work)))
@@ -385,7 +391,7 @@ class Store:
                 logger.error("cannot write %s: %s; requests are refused meanwhile", self._path, error)
             self._logged_error = str(error)
             reason = OutputError(f"cannot write {self._path.name} ({error}); free some space and retry")
-            done = [(future, reason) for _, future in queued]
+            done = [(future, error if isinstance(error, OutputError) else reason) for _, future in queued]
         for future, result in done:
             if not future.set_running_or_notify_cancel():
                 continue

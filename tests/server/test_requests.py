@@ -971,7 +971,7 @@ def test_pages_of_other_sites_may_not_ask(server):
     ):
         told = error_of(server.http.get("/v1/jobs", headers={"Host": host}), 400)
         assert told["message"] == f"Host {host}: not this server; name it by --public-url, or set a key"
-    for host in ("127.0.0.1:80", "[::1]:3000", "localhost", "a.localhost:1"):
+    for host in ("127.0.0.1:80", "[::1]:3000", "localhost", "LocalHost", "a.localhost:1"):
         assert server.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
     own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
     job = server.http.post("/v1/videos", json=body | {"num_inference_steps": 1}, headers=own)

@@ -288,6 +288,14 @@ def test_a_store_says_whether_it_can_be_written(store, monkeypatch):
     assert store._logged_error is None
 
 
+def test_nothing_is_accepted_into_a_store_that_was_removed(store, tmp_path):
+    moved = (tmp_path / store_module.STORE_NAME).rename(tmp_path / "moved")
+    (error,) = run(store.accept([accepted("a")], now=100.0))
+    assert str(error) == "jobs.sqlite3 was removed or replaced; start the server again"
+    moved.rename(tmp_path / store_module.STORE_NAME)
+    assert run(store.accept([accepted("a")], now=100.0)) == [None]
+
+
 def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(store, tmp_path, caplog):
     accept(store, "a")
 

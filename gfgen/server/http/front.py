@@ -45,7 +45,7 @@ from gfgen.server.protocol.link import HEADER_BYTES, FrontSettings, message_byte
 from gfgen.server.protocol.problems import ApiError, invalid
 from gfgen.server.shown.mirror import RunMirror
 from gfgen.server.shown.webhooks import Webhooks
-from gfgen.server.store import STORE_NAME, Store
+from gfgen.server.store import STORE_NAME, RemovedError, Store
 from gfgen.system import machine
 from gfgen.system.machine import give_back_large_blocks
 from gfgen.system.outlet import drain
@@ -311,6 +311,8 @@ def _as_api_error(error: Exception) -> ApiError:
             what = {404: "there is no such path", 405: "this path does not accept that method"}
             message = what.get(error.status_code, str(error.detail))
             return ApiError(error.status_code, message)
+        case RemovedError():
+            return ApiError(503, str(error))
         case OutputError():
             return ApiError(507, str(error), retry_after_s=30)
     return ApiError(500, "internal error; see the server log")

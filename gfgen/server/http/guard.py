@@ -113,7 +113,7 @@ class RequestGuard:
         if len(hosts := headers.getlist("host")) > 1:
             raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
-        name = re.sub(r":\d*$", "", host)
+        name = re.sub(r":\d*$", "", host).lower()
         if self._hosts is not None and name not in self._hosts and not name.endswith(".localhost"):
             raise ApiError(400, f"Host {host[:80]}: not this server; name it by --public-url, or set a key")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
