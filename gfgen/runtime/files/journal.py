@@ -189,15 +189,14 @@ def headers(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entries(path: Path, *marks: bytes, is_last: bool = False) -> Iterator[dict[str, Any]]:
     """The lines with one of these texts, or those of the last run, except those that cannot be read."""
-    first = (0, 0)  # block, and byte in it
-    if is_last:
-        ends = ((number, block.rfind(_HEADER)) for number, block in enumerate(_blocks(path)))
-        first = max((place for place in ends if place[1] >= 0), default=first)
-    for number, block in enumerate(_blocks(path)):
-        start = first[1] if number == first[0] else 0 if number > first[0] else len(block)
-        places = {mark: block.find(mark, start) for mark in marks}
+    start = end = 0
+    for block in _blocks(path) if is_last else ():
+        start = end + place if (place := block.rfind(_HEADER)) >= 0 else start
+        end += len(block)
+    for block in _blocks(path, start=start):
+        places = {mark: block.find(mark) for mark in marks}
         while found := [place for place in places.values() if place >= 0]:
-            begin = block.rfind(b"\n", start, min(found)) + 1 or start
+            begin = block.rfind(b"\n", 0, min(found)) + 1
             end = block.find(b"\n", begin) + 1 or len(block)
             places |= {mark: block.find(mark, end) for mark, place in places.items() if 0 <= place < end}
             with contextlib.suppress(ValueError):
@@ -205,14 +204,15 @@ def _entries(path: Path, *marks: bytes, is_last: bool = False) -> Iterator[dict[
                     yield entry
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Whole lines of a file; none if it cannot be read, or may have no end, as a device.
+def _blocks(path: Path, *, start: int = 0) -> Iterator[bytes]:
+    """Whole lines of a file from a byte on; none if it cannot be read, or may have no end, as a device.
 
     It is not mapped: a mapped file that another process truncates ends this process (SIGBUS).
     """
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
+                file.seek(start)
                 while block := file.read(_BLOCK_BYTES) + file.readline():
                     yield block
 
