@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from gfgen.errors import InputError, OutputError, Problem, without_secrets
+from gfgen.errors import InputError, Problem, without_secrets
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine, is_url
 from gfgen.job.spec import (
     FRAME,
@@ -45,6 +45,7 @@ from gfgen.runtime.files.manifest import (
     ManifestLine,
     check_own,
     is_finished,
+    line_of_file,
     of_each_file,
     read_files,
     read_manifest,
@@ -90,10 +91,9 @@ def check_free(path: Path, option: str, taken: Mapping[str, str] = MappingProxyT
     what = taken.get(str(real))
     if path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME):
         what = "a record of runs"
-    for folder in real.parents if what is None and real.exists() else ():
-        with contextlib.suppress(OutputError):  # others may own what is above
-            if line := read_files(folder / MANIFEST_NAME).get(str(real.relative_to(folder))):
-                what = f"a file of job {line.get('id')}"
+    for folder in real.parents if what is None and os.path.exists(real) else ():
+        if line := line_of_file(folder / MANIFEST_NAME, str(real.relative_to(folder))):
+            what = f"a file of job {line['id']}"
     if what is not None:
         raise InputError(f"{option} {path}: is {what}; name another file")
 
