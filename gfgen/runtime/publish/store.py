@@ -91,9 +91,8 @@ class Bucket:
         except Exception as error:  # of s3fs, botocore, aiohttp or the network
             answer = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {})
             kind = TakenError if answer.get("HTTPStatusCode") == 412 else StoreError
-            if "Credentials" in type(error).__name__:
-                raise InputError(f"{self.url}: {error}: {_KEYS}") from None
-            raise kind(without_secrets(f"{self.url}: {in_one_line(error)}")) from None
+            hint = f": {_KEYS}" if "Credentials" in type(error).__name__ else ""  # they may come back
+            raise kind(without_secrets(f"{self.url}: {in_one_line(error)}{hint}")) from None
 
     def _ask(self, method: str, name: str, **options: Any) -> Any:
         bucket, _, key = f"{self._folder}{name}".partition("/")
