@@ -154,10 +154,14 @@ def test_what_the_user_has_set_stays(caches: Path, monkeypatch: pytest.MonkeyPat
     assert compiler_dirs()["inductor"] == Path("/else")
 
 
+@pytest.mark.parametrize("target", [None, "/proc/none"])
 def test_caches_that_cannot_be_written_are_temporary(
-    caches: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caches: Path, caplog: pytest.LogCaptureFixture, target: str | None
 ) -> None:
-    (caches / "gfgen").write_text("a file")
+    if target is None:
+        (caches / "gfgen").write_text("a file")
+    else:  # where even root makes no folder, though `access` allows it
+        (caches / "gfgen").symlink_to(target)
     pin_compilers()
     made = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert made.is_dir()

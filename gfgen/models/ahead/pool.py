@@ -14,6 +14,7 @@ uses is in the list that comes with gfgen. This module imports neither torch nor
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import logging
@@ -194,8 +195,9 @@ def pin_compilers() -> None:
 
 def _writable(folder: Path) -> Path:
     """The folder, or a temporary one: without Inductor's, PyTorch cannot even be imported."""
-    there = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
-    if os.path.isdir(there) and os.access(there, os.W_OK):
+    with contextlib.suppress(OSError):  # root may have the right, and yet fail
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
         return folder
     logger.warning("%s cannot be written, so kernels are not kept; set GFGEN_CACHE or HOME", folder)
     made = tempfile.mkdtemp(prefix="gfgen-cache-")
