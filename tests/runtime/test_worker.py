@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -46,10 +47,11 @@ from gfgen.runtime.ipc.messages import (
     WarmUpLater,
     WorkerFailed,
 )
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.worker import device as worker_device
+from gfgen.runtime.worker import entry, preparing
 from gfgen.runtime.worker import jobs as worker_jobs
-from gfgen.runtime.worker import preparing
 from gfgen.runtime.worker.device import Device
 from gfgen.runtime.worker.dispatches import Dispatches
 from gfgen.runtime.worker.loop import Worker
@@ -601,3 +603,22 @@ def test_tasks_come_before_what_is_prepared_between_them(rank: Rank, monkeypatch
     rank.channel.send(SetModels(("fake",)))
     assert isinstance(rank.answer(), ModelsSet)
     assert not rank.worker._preparation.later
+
+
+@pytest.mark.parametrize(("rank", "warns"), [(0, True), (1, False)])
+def test_one_rank_warns_of_the_files_that_all_read(monkeypatch, rank, warns):
+    level = logging.getLogger("gfgen.models.loading").level
+    found = []
+
+    def make(*_):
+        found.append(logging.getLogger("gfgen.models.loading").isEnabledFor(logging.WARNING))
+        raise ValueError("enough")
+
+    for name in ("leave_to_the_run", "keep_freed_memory"):
+        monkeypatch.setattr(entry, name, lambda: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        entry.run_worker(theirs, WorkerSettings(rank, (), RankSettings(num_ranks=2)), make)
+    for name in ("loading", "stepping"):
+        logging.getLogger(f"gfgen.models.{name}").setLevel(level)
+    assert found == [warns]

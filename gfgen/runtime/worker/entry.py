@@ -52,6 +52,8 @@ def run_worker(
     leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
+    for name in ("loading", "stepping") if settings.rank else ():  # rank 0 warns of what all ranks load
+        logging.getLogger(f"gfgen.models.{name}").setLevel(logging.ERROR)
     try:
         torch.set_num_threads(1)
         keep_freed_memory()
