@@ -43,9 +43,8 @@ class ConfigFile:
         """
         options, found = options_of(command), dict[str, Any]()
         table: Any = self.content
-        if name == "check":  # which tells what a run would do
-            of_run = table.get("run", {})
-            table = {**table, **(of_run if isinstance(of_run, dict) else {})}
+        if name == "check" and isinstance(of_run := table.get("run"), dict):  # as a run would have it
+            table = {**table, **of_run}
         for word in ("", *name.split()):
             table = table.get(word, {}) if word else table
             if not isinstance(table, dict):

@@ -239,8 +239,7 @@ def upright_size(path: str, sha256: str) -> tuple[int, int] | None:
     """Width and height of a picture with this hash; None if it cannot be read any more."""
     from PIL import Image
 
-    with contextlib.suppress(OSError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd metadata
+    with contextlib.suppress(OSError), warnings.catch_warnings(action="ignore"):  # noqa: SIM117 (of odd metadata)
         with Image.open(path, formats=IMAGE_FORMATS) as picture:
             is_turned = picture.format != "TIFF" and picture.getexif().get(274) in (5, 6, 7, 8)
             return picture.size[::-1] if is_turned else picture.size

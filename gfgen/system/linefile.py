@@ -71,12 +71,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
-def read_from(path: Path, *, start: int = 0) -> bytes:
-    """The content after `start` bytes; nothing if there is no such file. Raises: OutputError."""
+def read_from(path: Path, *, start: int = 0, mark: bytes = b"") -> bytes:
+    """What is after `start` bytes, or its lines with `mark`; nothing without a file. Raises: OutputError."""
     try:
         with path.open("rb") as file:
             file.seek(start)
-            return file.read()
+            return b"".join(line for line in file if mark in line) if mark else file.read()
     except FileNotFoundError:
         return b""
     except OSError as error:

@@ -18,7 +18,6 @@ from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.manifest import (
     ManifestWriter,
     ended_at,
-    line_of_file,
     read_files,
     read_manifest,
 )
@@ -258,8 +257,8 @@ def test_fields_of_pipelines_and_several_files_have_keys_where_they_are_used(tmp
     assert list(entry) == [*FROZEN_KEYS, "args", "sigmas", "outputs"]
     assert (entry["file"], entry["size_bytes"], entry["args"]) == ("a-1.png", 3, {"strength": 0.5})
     assert entry["outputs"][1] == {"file": "a-2.png", "size_bytes": 4, "sha256": "two"}
-    assert {name: line_of_file(path, name) for name in read_files(path)} == read_files(path)
-    assert line_of_file(path, "f") is None
+    assert read_files(path, name="a-2.png") == read_files(path)
+    assert read_files(path, name="other.png") == {}
     assert {name: line["sha256"] for name, line in read_files(path).items()} == {
         "a-1.png": "one",
         "a-2.png": "two",

@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from gfgen.models.geometry.weight_files import (
 )
 from gfgen.models.geometry.weights import EXPERTS, ComponentFiles, component_files, components_of, has_weights
 from gfgen.models.streaming.placing import IN_PLACE, Placing
+from gfgen.system.wording import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -181,21 +182,18 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
     tied = getattr(model, "all_tied_weights_keys", {})
     missing = [name for name in sorted(report["missing_keys"]) if name not in tied and name not in _UNUSED]
     if missing:
+        names = ", ".join(first_of([*map(repr, missing)], "tensor"))
         raise ModelError(
-            f"{component.folder}: its files lack {_first_of(missing)}, which its config.json asks for; "
+            f"{component.folder}: its files lack {names}, which its config.json asks for; "
             "download the model again"
         )
     unused = [name for name in sorted(report["unexpected_keys"]) if not is_scale(name)]
     if unused and component.library != "transformers":  # whose encoders leave out heads and decoders
         text = "%s: its files have %s, without effect, since its config.json does not ask for it"
-        logger.warning(text, component.folder, _first_of(unused))
+        logger.warning(text, component.folder, ", ".join(first_of([*map(repr, unused)], "tensor")))
     if component.quantisation:
         return model  # bitsandbytes refuses a move, even to where the model is
     return model.to(device)  # tables of positions, which are in no file
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return f"{names[0]!r}" + (f" and {len(names) - 1:,} others" if len(names) > 1 else "")
 
 
 def read_scales(files: Collection[Path]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -142,23 +142,10 @@ def read_manifest(path: Path, *, start: int = 0) -> dict[str, ManifestLine]:
     return {entry["id"]: entry for entry in manifest_lines(read_from(path, start=start), path)}
 
 
-def read_files(path: Path) -> dict[str, ManifestLine]:
-    """The latest line with status done of each file; empty when there is no manifest."""
-    return _by_file(manifest_lines(read_from(path), path))
-
-
-def line_of_file(path: Path, name: str) -> ManifestLine | None:
-    """Its latest line with status done; keeps no other line of a manifest, which may be large."""
-    mark = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
-    with contextlib.suppress(OSError):  # others may own the folder
-        if path.is_file():
-            with path.open("rb") as lines:
-                own = b"".join(line for line in lines if mark in line)
-            return _by_file(manifest_lines(own, path)).get(name)
-    return None
-
-
-def _by_file(lines: Iterable[ManifestLine]) -> dict[str, ManifestLine]:
+def read_files(path: Path, *, name: str | None = None) -> dict[str, ManifestLine]:
+    """The latest line with status done of each file, or of one; empty when there is no manifest."""
+    mark = b"" if name is None else json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
+    lines = manifest_lines(read_from(path, mark=mark), path)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(each.get("file")): each for entry in done for each in of_each_file(entry)}
 

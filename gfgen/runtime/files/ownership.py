@@ -18,10 +18,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
-from gfgen.errors import InputError, Problem, without_secrets
+from gfgen.errors import InputError, OutputError, Problem, without_secrets
 from gfgen.job.inputs import PROMPTS_NAME, STDIN_NAME, FileLine, is_url
 from gfgen.job.spec import (
     FRAME,
@@ -45,7 +44,6 @@ from gfgen.runtime.files.manifest import (
     ManifestLine,
     check_own,
     is_finished,
-    line_of_file,
     of_each_file,
     read_files,
     read_manifest,
@@ -84,16 +82,18 @@ def check_records(output_dir: Path) -> None:
         check_appendable(output_dir / name)
 
 
-def check_free(path: Path, option: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_free(path: Path, option: str, taken: Mapping[str, str] | None = None) -> None:
     """Raises InputError for a path of a record of runs or of a job's file, or one of `taken`, which maps real
     paths to their descriptions."""
     real = Path(os.path.realpath(path))
-    what = taken.get(str(real))
+    what = (taken or {}).get(str(real))
     if path.name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME):
         what = "a record of runs"
     for folder in real.parents if what is None and os.path.exists(real) else ():
-        if line := line_of_file(folder / MANIFEST_NAME, str(real.relative_to(folder))):
-            what = f"a file of job {line['id']}"
+        name = str(real.relative_to(folder))
+        with contextlib.suppress(OutputError):  # others may own what is above
+            if line := read_files(folder / MANIFEST_NAME, name=name).get(name):
+                what = f"a file of job {line.get('id')}"
     if what is not None:
         raise InputError(f"{option} {path}: is {what}; name another file")
 

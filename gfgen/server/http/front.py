@@ -277,11 +277,10 @@ def install_errors(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         found = _as_api_error(error)
-        if found.status == 404 and isinstance(error, HTTPException):
-            near = nearest(request.url.path, {route.path: None for route in _ROUTES}) or ""
-            if near.startswith(a1111.router.prefix) and not app.state.service.api.a1111:
-                near += " with gfgen serve --a1111"
-            found.message += f"; did you mean {near}?" if near else ""
+        is_no_path = found.status == 404 and isinstance(error, HTTPException)
+        if is_no_path and (near := nearest(request.url.path, {route.path: None for route in _ROUTES})):
+            is_off = near.startswith(a1111.router.prefix) and not app.state.service.api.a1111
+            found.message += f"; did you mean {near}{' with gfgen serve --a1111' * is_off}?"
         if found.status == 405:  # the router names the methods of one route of the path
             fitting = [route for route in _ROUTES if route.matches(request.scope)[0] is not Match.NONE]
             found.headers["Allow"] = ", ".join(sorted(set().union(*map(_methods, fitting))))
@@ -311,10 +310,8 @@ def _as_api_error(error: Exception) -> ApiError:
             what = {404: "there is no such path", 405: "this path does not accept that method"}
             message = what.get(error.status_code, str(error.detail))
             return ApiError(error.status_code, message)
-        case RemovedError():
-            return ApiError(503, str(error))
         case OutputError():
-            return ApiError(507, str(error), retry_after_s=30)
+            return ApiError(503 if isinstance(error, RemovedError) else 507, str(error), retry_after_s=30)
     return ApiError(500, "internal error; see the server log")
 
 
