@@ -36,7 +36,7 @@ from gfgen.system.wording import counted, in_words, named, size_in_words
 
 logger = logging.getLogger(__name__)
 
-WORDS = {"left": "left by a stopped run", "again": "to make again", "colliding": "colliding with other files"}
+WORDS = {"left": "begun by a run", "again": "to make again", "colliding": "colliding with other files"}
 
 
 def check_jobs(source: JobSource, options: RunOptions) -> int:

@@ -171,7 +171,7 @@ def test_jobs_of_a_stopped_run_are_left(capsys, folder, monkeypatch):
     counts = checked(capsys, "jobs.jsonl")["counts"]
     assert {name: count for name, count in counts.items() if count} == {"done": 1, "left": 1, "new": 1}
     _, out, _ = gfgen(capsys, "check", "jobs.jsonl", "--device", "cpu")
-    assert "jobs      1 new, 1 left by a stopped run, 1 done" in out.splitlines()
+    assert "jobs      1 new, 1 begun by a run, 1 done" in out.splitlines()
 
 
 def test_failed_jobs_are_made_again_and_can_be_selected(capsys, folder, monkeypatch):
