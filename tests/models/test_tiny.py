@@ -52,11 +52,6 @@ def test_making_what_another_process_has_just_made_is_fine(
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny-wan"]
 
 
-def test_unknown_name_says_which_exist(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="tiny-wan, tiny-wan-moe"):
-        tiny.make_tiny(tmp_path, ["tiny-flux"])
-
-
 def test_they_are_small_and_of_the_four_families(tiny_models: Mapping[str, Path]) -> None:
     geometries = {name: load_geometry(path) for name, path in tiny_models.items()}
     assert {name: geometry.family for name, geometry in geometries.items()} == {

@@ -114,7 +114,8 @@ def test_a_form_refers_to_a_mask_as_to_a_picture(client, name):
         files = {"none": (None, "")}  # makes it a multipart form
         return httpx.post(f"{client.base_url}images/edits", data=form, files=files, timeout=30).json()
 
-    assert edited(mask_of((2, 2, 8, 8)))["warnings"] is None
+    (warning,) = edited(mask_of((2, 2, 8, 8)))["warnings"]
+    assert warning.startswith("a picture is stretched to other proportions")
     assert edited(mask_of(None))["error"]["message"].startswith("mask: nothing in it is transparent")
 
 
@@ -609,7 +610,10 @@ UNUSED = "input: earlier messages have no effect"
 def test_a_second_turn_begins_with_the_picture_of_the_first(client, before):
     tools = [TOOL | {"model": "fake-edit", "action": "edit"}]
     answer = client.responses.create(input=[user(), before, user()], tools=tools)
-    assert (answer.status, answer.warnings) == ("completed", [f"{UNUSED}, but their last picture"])
+    assert (answer.status, answer.warnings[0]) == ("completed", f"{UNUSED}, but their last picture")
+    assert [each.partition(":")[0] for each in answer.warnings[1:]] == [
+        "a picture is stretched to other proportions"
+    ]
 
 
 @pytest.mark.parametrize(("before", "action"), [(CALL, "auto"), (SHOWN, "generate")])

@@ -248,8 +248,9 @@ class Publisher(Observer):
             batch = self._put_files(batch)
         elif batch:
             batch = [{**line, "shard": names[0]} for line in batch]
-            jobs = {id_: {"job": clean(describe(spec))} for id_, spec in self._specs.items()}
-            samples = ({**line, **jobs.get(line["id"], {})} for line in batch)
+            specs = [self._specs.get(line["id"]) for line in batch]  # the run adds others meanwhile
+            jobs = [{"job": clean(describe(spec))} if spec else {} for spec in specs]
+            samples = ({**line, **job} for line, job in zip(batch, jobs, strict=True))
             self._shards.write(self._folder / names[0], samples, self.state)
         if batch or (self._others and self._shards.kind is None):
             self._write_lines(names[-1], [*batch, *self._others])
