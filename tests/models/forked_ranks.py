@@ -30,8 +30,11 @@ class ForkedRanks:
     """Processes around the parent's adapters; `run` makes the ranks of a layout work together."""
 
     def __init__(self, num_ranks: int, program: Callable[..., Any]) -> None:
-        self._program = program
-        self._dispatch = 0
+        self._num_ranks, self._program = num_ranks, program
+        self._fork()
+
+    def _fork(self) -> None:
+        num_ranks, self._dispatch = self._num_ranks, 0
         fds = {rank: create_arena(PLAN, rank=rank, incarnation=1) for rank in range(num_ranks)}
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -49,8 +52,18 @@ class ForkedRanks:
             os.close(fd)
 
     def run(self, layout: Layout, *arguments: Any) -> list[Any]:
-        """What the program returns on each rank of the layout, by slot."""
+        """What the program returns on each rank of the layout, by slot.
+
+        Waits of collectives are bounded, so a rank that says nothing has inherited a lock that some thread
+        of the parent had at the fork: then the ranks are forked again, once.
+        """
         self._submit(layout, arguments)
+        if not self._pipes[layout.ranks[0]].poll(REPLY_TIMEOUT_S):
+            for process in self._processes:
+                process.kill()
+            self.close()
+            self._fork()
+            self._submit(layout, arguments)
         return [self._reply(rank) for rank in layout.ranks]
 
     def run_refused(self, layout: Layout, *arguments: Any) -> str:
