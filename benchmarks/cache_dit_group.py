@@ -56,6 +56,7 @@ class Group(Replica):
         super()._compile(pipeline)
 
     def generate(self, spec: JobSpec, *, steps: int | None = None, is_decoded: bool = True) -> Any:
+        """As plain diffusers does, with texts of even length and, if asked, with the cache of cache-dit."""
         pipeline, number = self._pipelines[spec.model], steps or spec.steps or 0
         if not spec.fps:
             prompt, negative = (self._even(pipeline, text) for text in (spec.prompt, spec.negative_prompt))

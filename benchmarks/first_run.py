@@ -85,6 +85,7 @@ ENDING_S = 40.0
 
 
 def make_jobs(asked: argparse.Namespace) -> None:
+    """Draw the job file of a preset from a seed."""
     rng = random.Random(f"{asked.preset} {asked.seed}")
     shares = PRESETS[asked.preset]
     num_jobs = asked.n or sum(shares.values())
@@ -320,6 +321,7 @@ MEDIANS = {
 
 
 def table(asked: argparse.Namespace) -> None:
+    """Print the records of files as Markdown, a table for each machine and job file."""
     records = [json.loads(line) for path in asked.found for line in path.read_text().splitlines()]
     tables: defaultdict[str, defaultdict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for each in records:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from gfgen.errors import OutputError
+from gfgen.system.linefile import has_its_name
 from gfgen.system.wording import size_in_words
 
 logger = logging.getLogger(__name__)
@@ -377,7 +378,7 @@ class Store:
         """Run these in one transaction; one that fails rolls back only its own writes."""
         db, done = self._writer, []
         try:
-            if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), self._file):
+            if not has_its_name(self._path, self._file):
                 raise RemovedError(f"{self._path.name} was removed or replaced; start the server again")
             db.execute("BEGIN IMMEDIATE")
             for work, future in queued:

@@ -30,11 +30,7 @@ class LineFile:
 
     def append(self, content: bytes) -> None:
         """Write all of the content, which survives this process. Fails if the file no longer has its name."""
-        try:
-            is_there = os.path.samestat(os.stat(self.path), self._opened)
-        except OSError:
-            is_there = False
-        if not is_there:
+        if not has_its_name(self.path, self._opened):
             raise OutputError(
                 f"{self.path} was removed or replaced during the run; run again to start a new one"
             )
@@ -55,6 +51,13 @@ class LineFile:
     def close(self) -> None:
         self.sync()
         os.close(self._fd)
+
+
+def has_its_name(path: Path, opened: os.stat_result) -> bool:
+    """Whether the path still leads to an open file, whose status when it was opened is given."""
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), opened)
+    return False
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -37,7 +37,7 @@ from gfgen.models.geometry.weight_files import (
 )
 from gfgen.models.geometry.weights import EXPERTS, ComponentFiles, component_files, components_of, has_weights
 from gfgen.models.streaming.placing import IN_PLACE, Placing
-from gfgen.system.wording import first_of
+from gfgen.system.wording import named
 
 logger = logging.getLogger(__name__)
 
@@ -182,15 +182,13 @@ def _load_model(component: ComponentFiles, kind: Any, *, device: str, dtype: tor
     tied = getattr(model, "all_tied_weights_keys", {})
     missing = [name for name in sorted(report["missing_keys"]) if name not in tied and name not in _UNUSED]
     if missing:
-        names = ", ".join(first_of([*map(repr, missing)], "tensor"))
-        raise ModelError(
-            f"{component.folder}: its files lack {names}, which its config.json asks for; "
-            "download the model again"
-        )
+        names = named([*map(repr, missing)], "tensor")
+        reason = "which its config.json asks for; download the model again"
+        raise ModelError(f"{component.folder}: its files lack {names}, {reason}")
     unused = [name for name in sorted(report["unexpected_keys"]) if not is_scale(name)]
     if unused and component.library != "transformers":  # whose encoders leave out heads and decoders
         text = "%s: its files have %s, without effect, since its config.json does not ask for it"
-        logger.warning(text, component.folder, ", ".join(first_of([*map(repr, unused)], "tensor")))
+        logger.warning(text, component.folder, named([*map(repr, unused)], "tensor"))
     if component.quantisation:
         return model  # bitsandbytes refuses a move, even to where the model is
     return model.to(device)  # tables of positions, which are in no file

@@ -189,10 +189,10 @@ def headers(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entries(path: Path, *marks: bytes, is_last: bool = False) -> Iterator[dict[str, Any]]:
     """The lines with one of these texts, or those of the last run, except those that cannot be read."""
-    start = end = 0
+    start = num_read = 0
     for block in _blocks(path) if is_last else ():
-        start = end + place if (place := block.rfind(_HEADER)) >= 0 else start
-        end += len(block)
+        start = num_read + place if (place := block.rfind(_HEADER)) >= 0 else start
+        num_read += len(block)
     for block in _blocks(path, start=start):
         places = {mark: block.find(mark) for mark in marks}
         while found := [place for place in places.values() if place >= 0]:
