@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 Jobs = str | os.PathLike[str] | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 _RANKS = tuple(each.name for each in fields(AskedRanks))
-_OPTIONS = ("model", "gpus", "policy", "output_dir", "batch", *_RANKS)
+_OPTIONS = ("model", "gpus", "policy", "output_dir", *_RANKS)
 _ARGUMENTS = {"output": "output_dir", "profile": "profile_path", "by": "by", "at": "at"}
 
 
@@ -106,7 +106,7 @@ class Session:
 
     model: a name of `gfgen models`, a directory or a hub id, or a list of them.
     policy: a name of `gfgen policies`, or a function or class of your own (docs/policies.md).
-    options: batch, ranks, device, memory, precision, attention, compile, ... as of `gfgen run`.
+    options: ranks, device, memory, precision, attention, compile, ... as of `gfgen run`.
 
     The end of `with` waits for all jobs; an exception stops them.
     """
@@ -245,7 +245,6 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
         ranks=(ranks if gpus is None else replace(ranks, ranks=len(_several(gpus)))).here(),
         policy=policy_of(options.get("policy", "auto")),
         model=_models(options)[0],
-        batch=_batch(options),
         trace=None,
         logs=LogOptions(),
     )
@@ -256,14 +255,14 @@ def check(jobs: Jobs, **defaults: Any) -> Report:
 def plan(jobs: Jobs, *, ranks: int | Sequence[int] | None = None, **defaults: Any) -> FoundPlan:
     """What `gfgen plan` prints, as an object: print(found), found.plan, found.as_json().
 
-    ranks: a number, or several. defaults: fields of jobs, and by, at, policy, profile_path, memory, batch.
+    ranks: a number, or several. defaults: fields of jobs, and by, at, policy, profile_path, memory.
     """
     own: dict[str, Any] = {name: defaults.pop(name) for name in ("by", "at") if name in defaults}
     if ranks is not None:
         own["ranks"] = ",".join(map(str, _several(ranks)))
     if "policy" in defaults:
         own["policies"] = _several(defaults.pop("policy"))
-    of_machine = ("model", "profile_path", "batch", "memory")
+    of_machine = ("model", "profile_path", "memory")
     assumed = {name: defaults.pop(name) for name in of_machine if name in defaults}
     given = PlanArguments(
         jobs=JobOptions(),
@@ -317,10 +316,6 @@ def _models(options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple([str(os.fspath(each)) for each in found])
 
 
-def _batch(options: Mapping[str, Any]) -> int:
-    return int(checked(Assumed, {"batch": options.get("batch", 1)})["batch"])
-
-
 class _Run:
     """A session's process and folder; without `output_dir` this is temporary, and results take its files."""
 
@@ -348,7 +343,7 @@ class _Run:
             jobs = replace(jobs, given=given_jobs, fallbacks=_pickled(jobs.fallbacks, _plain))
         level, names = logging.getLogger("gfgen").getEffectiveLevel(), ("debug", "info", "warning", "error")
         setup = hosted.Setup(
-            options={"output_dir": None, "batch": _batch(options), "keeps_records": self._is_kept},
+            options={"output_dir": None, "keeps_records": self._is_kept},
             ranks=_ranks(options),
             gpus=None if gpus is None else ",".join(map(str, _several(gpus))),
             policy=_pickled(policy, dumps),

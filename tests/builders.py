@@ -111,7 +111,6 @@ def simulated_control(
     near: Sequence[Sequence[int]] | None = None,
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
-    batch: int = 1,
     reads_s: Mapping[str, float] | None = None,
     shares_cores: bool = False,
 ) -> tuple[Control, Recorder]:
@@ -127,7 +126,6 @@ def simulated_control(
             closes_s=closes_s,
             islands=islands,
             near=near,
-            batch=batch,
             reads_s=reads_s or {},
         ),
         clock=clock,

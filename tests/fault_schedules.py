@@ -37,7 +37,7 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.job_record import MAX_LOST_WORKERS, MAX_TASK_FAILURES
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import BATCH_FAMILIES, AdmittedJob
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Clock, Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
@@ -80,7 +80,6 @@ class Schedule:
     policy: str
     lookahead_s: float
     faults: tuple[Fault, ...]
-    batch: int = 1
     read_s: float = 0.0
     """What the reads of a step take, if blocks are read for each forward."""
 
@@ -116,18 +115,6 @@ def make_schedule(seed: int) -> Schedule:
         lookahead_s=random.choice([0.0, 0.003, 10.0]),
         faults=tuple(_faults(random, jobs, num_ranks=num_ranks)),
     )
-
-
-def in_batches(schedule: Schedule, *, size: int) -> Schedule:
-    """The schedule with equal jobs, which take their steps together."""
-
-    def alike(job: AdmittedJob) -> AdmittedJob:
-        spec = replace(job.spec, steps=4, deadline_s=None, arrival_s=0.0)
-        trajectory = replace(job.trajectory, num_steps=4)
-        info = JobInfo(spec, spec, trajectory.num_tasks, job.info.file, job.info.spec_hash, BATCH_FAMILIES[0])
-        return replace(job, info=info, trajectory=trajectory)
-
-    return replace(schedule, jobs=tuple(map(alike, schedule.jobs)), batch=size)
 
 
 def make_job(random: Random, job_id: str) -> AdmittedJob:
@@ -345,7 +332,6 @@ def _run(
         num_ranks=pool.num_ranks,
         lookahead_s=schedule.lookahead_s,
         last_number=max([pool.last_number, *witness.dispatches]),
-        batch=schedule.batch,
         reads_s={"fake": schedule.read_s} if schedule.read_s else {},
     )
     state = State(jobs, start, clock=clock, costs=costs)

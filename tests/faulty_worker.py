@@ -68,13 +68,6 @@ class FaultyAdapter:
         self._end(result, orders)
         return result
 
-    def denoise_batch(self, inputs: Any, *, step: int, **options: Any) -> Any:
-        orders = [self._begin(each.spec, step) for each in inputs]
-        results = self._adapter.denoise_batch(inputs, step=step, **options)
-        for result, own in zip(results, orders, strict=True):
-            self._end(result, own)
-        return results
-
     def _begin(self, spec: Any, step: int) -> list[str]:
         """Do what a prompt orders before this step; returns all its orders."""
         orders = [

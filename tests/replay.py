@@ -72,7 +72,6 @@ def replay(
             resident=header.get("resident"),
             islands=header.get("islands"),
             near=header.get("near"),
-            batch=header.get("batch", 1),
             reads_s=header.get("reads_s", {}),
             first_use_s=header.get("first_use_s", 0.0),
             warm=[(model, shape, tuple(degrees)) for model, shape, degrees in header.get("warm", ())],

@@ -38,7 +38,6 @@ def test_names_of_the_package_and_options_of_a_session():
         "gpus",
         "policy",
         "output_dir",
-        "batch",
         "ranks",
         "device",
         "ranks_per_gpu",
@@ -90,7 +89,6 @@ def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--again",
         "--attention",
-        "--batch",
         "--column",
         "--compile",
         "--device",
@@ -226,7 +224,6 @@ def test_options_of_serve():
         "--allow-origin",
         "--api-key",
         "--attention",
-        "--batch",
         "--compile",
         "--device",
         "--gpus",
@@ -306,7 +303,6 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("simulate")) == sorted(
         [
             "--attention",
-            "--batch",
             "--json",
             "--memory",
             "--model",
@@ -324,7 +320,6 @@ def test_options_of_the_other_commands():
         [
             "--at",
             "--attention",
-            "--batch",
             "--by",
             "--json",
             "--memory",

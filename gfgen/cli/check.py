@@ -22,7 +22,7 @@ from gfgen.errors import InputError, Problem, RunError, listed
 from gfgen.job.fields import shown
 from gfgen.job.inputs import FileLine
 from gfgen.job.reader import JobSource
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of, tell_of_warnings
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_warnings
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_arrivals
 from gfgen.runtime.files.ownership import STATUSES, Claims, check_records
 from gfgen.runtime.predict.profile_file import check_profile
@@ -60,7 +60,6 @@ def report(source: JobSource, options: RunOptions) -> Report:
         found = judge(source, admission, claims=claims, has_bar=has_bar(options))
         tell_of_warnings((job.info.spec, job.info.warnings) for job in found.jobs)
         todo = [job for job in found.jobs if job.job_id not in claims.done_ids]
-        check_batch(options.batch, families_of(todo))
         arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME, forced_from=claims.forced_from)
         warn_of_passed_deadlines(todo, now=now, arrived_at=arrived_at)
         memory = _memory(todo, admission.memory) if cluster is None else None
@@ -179,11 +178,10 @@ def _prediction(
         check_profile(profile, jobs, num_ranks=num_ranks)
     except InputError as error:
         return _Prediction(str(error))
-    about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=PlanWindow(now, batch=options.batch))
+    about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=PlanWindow(now))
     turns = memory.residency(jobs)
     planner = RankPlanner(residency=lambda _: turns, reads_s=reads_s, is_coarse=True, **about)
-    # An estimate spreads the jobs of a batch over ranks, which matters if there are few batches.
-    needs_all = options.batch > 1 or bool(reads_s) or turns is not None
+    needs_all = bool(reads_s) or turns is not None
     in_full = needs_all and sum(job.trajectory.num_tasks for job in jobs) <= FULL_TASKS
     if turns is not None:
         counted_as = f"is {AT_LOADING}" if in_full else "is left out of the time, because there are many jobs"

@@ -220,14 +220,6 @@ lookahead_option = functools.partial(
     default=LOOKAHEAD_MS,
     metavar="MS",
 )
-batch_option = functools.partial(
-    option,
-    "Compute the steps of up to N equal jobs that follow each other in the file together, on one rank. "
-    "Small pictures take less time each, and differ in rounding from those without --batch.",
-    type=click.IntRange(1, 8),
-    default=1,
-    metavar="N",
-)
 grace_option = functools.partial(
     option,
     "Time that running steps get to end by themselves when the run stops.",

@@ -94,7 +94,6 @@ class Arguments:
     model: str = opt.model_option()
     skip_invalid: bool = opt.flag("Run the valid jobs of a file with errors; the exit code is 1.")
     lookahead: float = opt.lookahead_option(cls=opt.RunOnly)
-    batch: int = opt.batch_option()
     grace_s: float = opt.grace_option(cls=opt.RunOnly)
     max_step_time: float | None = opt.max_step_time_option(show_default="no bound")
     trace: Path | None = opt.option(
@@ -151,7 +150,7 @@ def run(given: Arguments) -> int:
         raise click.UsageError("--again goes with --keep-if")
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
-    cluster.check({"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1})
+    cluster.check({"--gpus": given.ranks.gpus is not None})
     file = next((file for file in jobs.jobs[:1] if file != "-"), None)
     first = watch or (file if file is None or is_url(file) else Path(file))
     output = given.output or default_folder(Path("outputs"), name, first)

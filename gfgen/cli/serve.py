@@ -172,7 +172,6 @@ class Arguments:
     cluster: ClusterOptions = opt.group(ClusterOptions)
     policy: str = opt.policy_option()
     lookahead: float = opt.lookahead_option()
-    batch: int = opt.batch_option()
     grace_s: float = opt.grace_option()
     max_step_time: float = opt.max_step_time_option(default="10m", show_default="10m")
     bounds: JobBounds = opt.group(
@@ -215,9 +214,7 @@ def serve(given: Arguments) -> int:
         if name not in models:
             raise InputError(f"--served-model-name {alias}={name}: {name} is not served; add --model {name}")
     _check_webhooks(given.api)
-    given.cluster.check(
-        {"--gpus": given.ranks.gpus is not None, "--batch": given.batch > 1, "--lora": bool(given.loras)}
-    )
+    given.cluster.check({"--gpus": given.ranks.gpus is not None, "--lora": bool(given.loras)})
     check_packages(SERVING)
     connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
     cluster = context.with_resource(connected)

@@ -28,7 +28,6 @@ from gfgen.job.shared import closing_at
 from gfgen.models.families.precision import Precision
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.decider import FALLBACK
-from gfgen.runtime.core.admission import check_batch, families_of
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME
@@ -57,7 +56,6 @@ ON_NODES = ("auto", "edf", "makespan", "srtf", "triage")
 class Assumed:
     profile_path: Path | None = opt.profile_option()
     model: str = opt.model_option()
-    batch: int = opt.batch_option()
     memory: str | None = opt.option(
         'Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
         metavar="SIZE",
@@ -89,7 +87,6 @@ class Assumed:
     def room(self, source: JobSource) -> prediction.SimulatedMemory:
         """The admitted jobs, in the memory that they get. Raises: InputError as `admit_weightless`."""
         admitted = admit_weightless(source, default_model=self.model, has_bar=has_cursor(sys.stderr))
-        check_batch(self.batch, families_of(admitted))
         return prediction.SimulatedMemory.of(
             admitted, self.memory, source=source.name, precision=Precision(self.precision, self.attention)
         )
@@ -129,8 +126,8 @@ def simulate(given: Arguments) -> int:
     """
     opt.configure_log("warning")
     nodes, output, assumed = given.nodes, given.output, given.assumed
-    if nodes and (assumed.memory or output or assumed.batch > 1):
-        name = "--memory" if assumed.memory else "--output" if output else "--batch"
+    if nodes and (assumed.memory or output):
+        name = "--memory" if assumed.memory else "--output"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(given.policies)]
     room = assumed.room(given.jobs.source())
@@ -151,7 +148,7 @@ def simulate(given: Arguments) -> int:
                 if num_nodes is not None:
                     done = simulate_nodes(room.jobs, num_nodes=num_nodes, **start)
                 else:
-                    done = _simulate(room, folders[name], batch=assumed.batch, **start)
+                    done = _simulate(room, folders[name], **start)
                 runs.append((name, done))
             except OutputError:
                 raise
@@ -343,8 +340,8 @@ class FoundPlan:
 def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
     """Raises: InputError for jobs, or if no profile can predict them."""
     nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
-    if nodes and (assumed.memory or ranks or assumed.batch > 1):
-        name = "--memory" if assumed.memory else "--ranks" if ranks else "--batch"
+    if nodes and (assumed.memory or ranks):
+        name = "--memory" if assumed.memory else "--ranks"
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at
@@ -356,7 +353,7 @@ def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
     else:
         num_ranks, profile = nodes.num_ranks, prediction.profile_of_nodes(path, jobs, nodes)
     on = prediction.machine(profile, jobs, num_ranks=num_ranks)
-    window = PlanWindow(started_at, by_s, assumed.batch)
+    window = PlanWindow(started_at, by_s)
     about: dict[str, Any] = dict(jobs=jobs, profile=profile, window=window)
     with _progress() as about["progress"]:
         if nodes is None:

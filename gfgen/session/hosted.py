@@ -20,7 +20,7 @@ from gfgen.graph import Stage
 from gfgen.job.reader import JobSource
 from gfgen.policies.catalog import policy_of
 from gfgen.runtime.control.closing import check_room
-from gfgen.runtime.core.admission import AdmittedJob, check_batch, families_of
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
@@ -173,7 +173,6 @@ def serve(connection: Connection) -> None:
                 jobs += feed.admit(source, 0)
             if not jobs:
                 return
-            check_batch(options.batch, families_of(jobs))
             check_room(jobs, output_dir)
         session.load(jobs, models=setup.models if source is None else ())
         feed.admission = session.admission.of_loaded(session.checkpoints, help_=OTHER_MODEL)

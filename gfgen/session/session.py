@@ -26,7 +26,7 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.backlog import Backlog
 from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
-from gfgen.runtime.core.admission import AdmittedJob, admit, check_batch, families_of
+from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.core.events import Clock
 from gfgen.runtime.core.metrics import Summary
 from gfgen.runtime.core.observer import JobInfo, Observer, with_view
@@ -64,8 +64,6 @@ class SessionOptions:
     policy: NamedPolicy
     model: str = DEFAULT_MODEL
     lookahead_s: float = LOOKAHEAD_S
-    batch: int = 1
-    """The most equal jobs that take their steps together."""
     grace_s: float = GRACE_S
     closes_at: float | None = None
     """Unix time at which the run stops."""
@@ -184,8 +182,6 @@ class Session:
                 remove_leftovers(below)  # of killed runs, in the subfolders that these jobs name
         found = {name: self.admission.models.find(name) for name in models}
         named = {name: model.checkpoint for name, model in found.items()}
-        families = {name: model.geometry.family for name, model in found.items()}
-        check_batch(options.batch, {**families_of(jobs), **families})
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
         memory = self.admission.memory
         usual = [JobSpec(id=name, prompt=name, model=name) for name in models]
@@ -282,8 +278,6 @@ class Session:
                 num_skipped=num_skipped,
                 journal=self._journal(jobs, setup, stack),
             )
-            if options.batch > 1 and arrivals.intake is None and not control.state.jobs.has_batches:
-                logger.warning("--batch has no effect: no jobs that follow each other are equal")
             summary = control.run()
             for use in summary.memory.values():
                 self._peaks |= use.task_peaks
@@ -391,7 +385,6 @@ class Session:
             resident=None if self.residency is None else self.residency.resident,
             islands=pool.islands,
             near=pool.settings.near,
-            batch=options.batch,
             reads_s=memory.reads_s(self._models),
             first_use_s=FIRST_USE_S if options.ranks.are_on_gpus else 0.0,
             warm=self._warm,

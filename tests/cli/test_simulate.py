@@ -10,10 +10,9 @@ import pytest
 
 from gfgen.cli.main import main
 from gfgen.graph import Stage
-from gfgen.runtime.core import admission
 from gfgen.runtime.core.metrics import ALL_TAGS
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.predict.profile_store import default_path
 from gfgen.system.machine import cpu_name
 
@@ -89,38 +88,6 @@ def test_the_command_imports_no_heavy_package_and_makes_no_model(folder, command
     )
     assert ended.returncode == 0, ended.stderr
     assert not (folder / "cache").exists()
-
-
-def test_a_batch_is_simulated_and_planned_where_a_run_would_have_one(gfgen, folder, monkeypatch):
-    jobs, common = folder / "equal.jsonl", {"prompt": "a red fox", "size": "64x64", "steps": 20}
-    lines = [{"id": name, "model": "tiny-qwen-image", **common} for name in "ab"]
-    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [jobs, "--ranks", "2", "--policy", "srtf", "--profile", folder / "profile.json", "--json"]
-
-    def end_s(name, *options):
-        code, out, _ = gfgen(name, *command, *options)
-        assert code == 0
-        found = json.loads(out)
-        return found["runs"][0]["makespan_s"] if name == "simulate" else found["policies"][0]["end_s"]
-
-    for name in ("simulate", "plan"):
-        assert end_s(name, "--batch", "2") > 1.5 * end_s(name, "--batch", "1"), "all steps on one rank"
-        _, _, err = gfgen(name, jobs, "--batch", "2", "--nodes", "2x2" if name == "plan" else "2")
-        assert "--batch goes with one machine" in err
-
-    profile = load_profile(folder / "profile.json")
-    monkeypatch.setattr("gfgen.cli.check.known_here", lambda jobs, ranks: profile)
-
-    def checked_s(size):
-        code, out, _ = gfgen("check", jobs, "--batch", size, "--ranks", "2", "--device", "cpu", "--json")
-        assert code == 0
-        return json.loads(out)["prediction"]["seconds"]
-
-    assert checked_s("2") > 1.5 * checked_s("1")
-    monkeypatch.setattr(admission, "BATCH_FAMILIES", ("wan",))
-    for name in ("simulate", "plan", "check"):
-        code, _, err = gfgen(name, jobs, "--batch", "2")
-        assert (code, "--batch 2: tiny-qwen-image computes one job at a time" in err) == (2, True)
 
 
 def test_policies_stand_side_by_side(gfgen, folder):

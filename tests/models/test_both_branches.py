@@ -85,6 +85,15 @@ def test_one_forward_gives_what_two_give(name: str, make_job: MakeJob, in_turn: 
 
 
 @pytest.mark.usefixtures("always_in_batch")
+def test_blocks_that_are_not_fused_get_a_text_in_each_forward(
+    tiny_models: Mapping[str, Path], picture: Path, in_turn: Mapping[str, Fields]
+) -> None:
+    """As those of a quantized checkpoint, which cannot ignore the padding of the shorter text."""
+    job = prepare_job(tiny_models, picture, {}, "qwen")
+    assert equal(job.denoise(), in_turn["qwen"])
+
+
+@pytest.mark.usefixtures("always_in_batch")
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 5, 1), (1, 1, 3), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_share_one_forward(

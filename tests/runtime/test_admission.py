@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from builders import geometry_of, make_job
 
-from gfgen.errors import InputError, ModelError
+from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec, spec_hash
 from gfgen.models.geometry.model import CONFIGS, shipped_geometry
 from gfgen.runtime.core.admission import (
@@ -15,8 +15,6 @@ from gfgen.runtime.core.admission import (
     ResolvedModel,
     admit,
     arriving_after,
-    check_batch,
-    families_of,
 )
 
 
@@ -169,14 +167,6 @@ def test_an_admitted_job_is_known_by_its_id_its_hash_and_its_model() -> None:
 def test_a_job_may_arrive_later() -> None:
     found = admitted(arrival_s=2.0)
     assert arriving_after(found, 3.0).spec.arrival_s == 5.0
-
-
-def test_only_families_that_compute_several_jobs_at_once_take_batches() -> None:
-    assert families_of([admitted()]) == {"qwen-image": "qwen-image"}
-    check_batch(2, {"a": "qwen-image", "b": "wan"})
-    check_batch(1, {"a": "flux"})
-    with pytest.raises(InputError, match="--batch 2: a computes one job at a time"):
-        check_batch(2, {"a": "flux"})
 
 
 def test_frames_of_a_video_without_a_format_are_png() -> None:

@@ -16,7 +16,6 @@ from fault_schedules import (
     Fleet,
     Schedule,
     ScheduleResult,
-    in_batches,
     make_job,
     make_schedule,
     run_schedule,
@@ -59,11 +58,6 @@ def assert_as_promised(result: ScheduleResult) -> None:
 def test_random_faults_lose_and_double_nothing(fleet: Fleet, first: int) -> None:
     for seed in range(first, first + PER_TEST):
         assert_as_promised(run_schedule(make_schedule(seed), fleet))
-
-
-def test_faults_in_batches_lose_and_double_nothing(fleet: Fleet) -> None:
-    for seed in range(200, 220):
-        assert_as_promised(run_schedule(in_batches(make_schedule(seed), size=3), fleet))
 
 
 def test_faults_in_shared_steps_lose_and_double_nothing() -> None:

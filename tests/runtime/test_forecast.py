@@ -35,7 +35,7 @@ def test_what_has_begun_goes_on_before_its_equals(policy: str) -> None:
     assert found.end_s == 35.0
 
 
-def test_jobs_of_a_batch_end_together_and_then_their_rank_is_free() -> None:
+def test_jobs_that_share_steps_end_together_and_then_their_rank_is_free() -> None:
     views = {name: view(name, remaining_s=4.0, deadline_s=50.0, has_begun=True) for name in ("a", "b")}
     running = [
         RunningTask(Task(name, 2, Stage.DENOISE, 0), Layout.single(0), end_s)

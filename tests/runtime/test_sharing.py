@@ -255,11 +255,6 @@ def test_the_jobs_of_a_rank_that_dies_go_back_to_that_step_and_the_one_that_led_
     assert names_of(step.begin("b", 2)) == ["b", "c"]
 
 
-def test_records_of_jobs_do_not_call_shared_steps_a_batch() -> None:
-    recorder = simulate([make_job(name) for name in "ab"], task_s=task_s, num_ranks=1, **STREAMED)
-    assert {outcome.batch for outcome in recorder.outcomes} == {1}
-
-
 @pytest.mark.parametrize(("deadline_s", "is_late"), [(3.0, False), (3.5, True), (4.0, False)])
 def test_two_jobs_share_steps_unless_one_would_then_miss_a_deadline_that_it_meets(
     deadline_s: float, is_late: bool
@@ -277,15 +272,3 @@ def test_two_jobs_share_steps_unless_one_would_then_miss_a_deadline_that_it_meet
     record.progress.next_index = 2
     assert state.sharing._is_late(record, 2, now_s=0.0) is is_late
     assert not state.sharing._is_late(record, 1, now_s=0.0)
-
-
-def test_jobs_of_a_batch_share_no_step_of_several_ranks() -> None:
-    jobs = [make_job(name, steps=2) for name in "ab"]
-    jobs = [replace(job, info=replace(job.info, family="wan")) for job in jobs]
-    state = State(jobs, RunStart(num_ranks=2, batch=2), clock=Clock(virtual=True), costs=CostModel())
-    record = state.jobs.records["a"]
-    for each in state.jobs.records.values():
-        each.progress.next_index = 2
-    task = jobs[0].trajectory.task(2)
-    assert state.sharing.peers(record, Decision(task, Layout((0, 1), ulysses=2))) == ()
-    assert list(state.sharing.peers(record, Decision(task, Layout.single(0)))) == [state.jobs.records["b"]]

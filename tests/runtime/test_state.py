@@ -23,7 +23,7 @@ from gfgen.snapshot import Decision
 class Cluster:
     """A state with ready ranks and arrived jobs, and short words to drive it."""
 
-    def __init__(self, *jobs, num_ranks=2, lookahead_s=0.0, max_degree=None, batch=1):
+    def __init__(self, *jobs, num_ranks=2, lookahead_s=0.0, max_degree=None):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
         costs = CostModel()
@@ -31,7 +31,7 @@ class Cluster:
             self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
-            RunStart(num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=max_degree, batch=batch),
+            RunStart(num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=max_degree),
             clock=self.clock,
             costs=costs,
         )
@@ -434,21 +434,6 @@ def test_looks_ahead_know_what_has_ended_and_what_it_may_take():
     assert [view.job_id for view in ahead.recent] == ["a", "b"]
     assert (set(ahead.open), ahead.parked, ahead.load_s) == ({"b"}, {}, {"fake": 3.0})
     assert ahead.writers_free_s == (cluster.clock.turn_s,)
-
-
-def test_policies_see_the_first_job_of_a_batch_at_its_steps_which_take_one_rank():
-    jobs = [replace(job, info=replace(job.info, family="wan")) for job in map(make_job, "ab")]
-    for batch, most, seen in ((1, 8, ["a", "b"]), (2, 1, ["a"])):
-        cluster = Cluster(*jobs, batch=batch)
-        for index in range(2):
-            views = cluster.state.snapshot().open
-            assert [view.max_sequence_degree for view in views.values()] == [most, most]
-            for job_id in "ab":
-                cluster.done(cluster.begin(job_id, index, 0))
-        assert list(cluster.state.snapshot().open) == seen
-        for step in cluster.state.begin(cluster.decision("a", 2, 0)):
-            cluster.done(step)
-        assert sorted(cluster.state.snapshot().open) == seen
 
 
 def test_steps_need_patches_and_so_do_texts_of_general_pipelines():

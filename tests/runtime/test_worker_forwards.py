@@ -86,10 +86,10 @@ def warm_up(job: Any, *degrees: tuple[int, int, int]) -> WarmUp:
     return WarmUp(1, job.start.spec, job.start.checkpoint, degrees)
 
 
-def step(job: Any, layout: Layout = ALONE, number: int = 0, *, num_jobs: int = 1) -> list[RankTask]:
-    """A step as a rank runs it, or of a batch of equal jobs."""
+def step(job: Any, layout: Layout = ALONE, number: int = 0) -> RankTask:
+    """A step as a rank runs it."""
     message = RunTask(1, "job", number + 2, 1, layout, ())
-    return [RankTask(message, job, job.start.trajectory.task(number + 2))] * num_jobs
+    return RankTask(message, job, job.start.trajectory.task(number + 2))
 
 
 def test_in_every_slot_ranks_that_reach_this_one_are_around_it() -> None:
@@ -134,15 +134,15 @@ def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any
     assert not forwards.is_to_record(kind, step(job, number=2))
 
 
-def run_steps(forwards: Forwards, job: Any, kind: Any, *, num_jobs: int = 1) -> list[int]:
+def run_steps(forwards: Forwards, job: Any, kind: Any) -> list[int]:
     """Run a whole job; returns the steps before which it was recorded."""
     recorded = []
     for number in range(job.start.trajectory.num_steps):
-        works = step(job, number=number, num_jobs=num_jobs)
-        if forwards.is_to_record(kind, works):
-            forwards.record(kind, works)
+        work = step(job, number=number)
+        if forwards.is_to_record(kind, work):
+            forwards.record(kind, work)
             recorded.append(number)
-        forwards.begin(kind, works)
+        forwards.begin(kind)
     return recorded
 
 
@@ -162,19 +162,9 @@ def test_short_job_beside_another_of_its_kind_is_recorded(adapters: dict[str, An
     job = rank_job(adapters, "tiny-qwen-image", steps=2)
     forwards, _ = forwards_of(adapters)
     kind = forwards.kind_of(step(job))
-    forwards.begin(kind, step(job))
+    forwards.begin(kind)
     assert not forwards.is_to_record(kind, step(job, number=1))
     assert forwards.is_to_record(kind, step(job))
-
-
-@pytest.mark.parametrize(("num_jobs", "recorded"), [(2, [[0], []]), (1, [[]])])
-def test_steps_of_a_batch_count_once_for_each_job(
-    adapters: dict[str, Any], num_jobs: int, recorded: list[list[int]]
-) -> None:
-    job = rank_job(adapters, "tiny-qwen-image", steps=2)
-    forwards, _ = forwards_of(adapters)
-    kind = forwards.kind_of(step(job))
-    assert [run_steps(forwards, job, kind, num_jobs=num_jobs) for _ in recorded] == recorded
 
 
 def test_kinds_are_forgotten_when_many_others_were_used_since(
@@ -186,7 +176,8 @@ def test_kinds_are_forgotten_when_many_others_were_used_since(
     kind = forwards.kind_of(step(job))
     others = [kind._replace(texts=(length,)) for length in range(2)]
     for each in (kind, others[0], kind, others[1]):
-        forwards.begin(each, step(job, num_jobs=4))
+        for _ in range(4):
+            forwards.begin(each)
     assert forwards.is_to_record(kind, step(job))
     assert not forwards.is_to_record(others[0], step(job))
 

@@ -60,7 +60,6 @@ def run(
     warm_ups=None,
     watchers=(),
     grace_s=30.0,
-    batch=1,
     read_s=None,
 ):
     """Run jobs on the pool; the recorder knows what happened."""
@@ -74,7 +73,6 @@ def run(
             resident=residency.resident if residency else None,
             islands=islands,
             grace_s=grace_s,
-            batch=batch,
             reads_s={job.spec.model: read_s for job in jobs} if read_s else {},
         ),
         clock=clock,

@@ -141,17 +141,3 @@ class Adapter(Protocol):
     def shortest(self, latents: Fields) -> Fields:
         """These latents with as few frames as launch all kernels of a decode."""
         return latents
-
-    def denoise_batch(
-        self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
-    ) -> list[Fields]:
-        """The artifacts `latents` after this step, one for each job; where it can be, in the same forwards.
-
-        The jobs are equal in all but prompts and seeds, and have no condition. Results differ by rounding
-        from those of `denoise`. Several jobs run without `parallel`.
-        """
-        return [self.denoise(*each, step=step, parallel=parallel) for each in inputs]
-
-    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        """As `text_shape`, for these jobs together on one rank."""
-        return (len(inputs),)

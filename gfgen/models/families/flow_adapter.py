@@ -26,7 +26,7 @@ from torch.nn.attention import sdpa_kernel
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
-from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Adapter, Fields, Patches, StepInput
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Adapter, Fields, Patches
 from gfgen.models.families.encoders import FOR_ANY_LENGTH, text_encoder_of
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
@@ -85,6 +85,7 @@ class FlowAdapter(Adapter):
             tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "", num_tokens)
         return Fields(tensors)
 
+    @torch.no_grad()
     def denoise(
         self,
         spec: JobSpec,
@@ -95,15 +96,6 @@ class FlowAdapter(Adapter):
         step: int,
         parallel: Parallel | None = None,
     ) -> Fields:
-        """A step of one job is a batch of one."""
-        inputs = StepInput(spec, prompt, condition, latents)
-        return self.denoise_batch([inputs], step=step, parallel=parallel)[0]
-
-    @torch.no_grad()
-    def denoise_batch(
-        self, inputs: Sequence[StepInput], *, step: int, parallel: Parallel | None = None
-    ) -> list[Fields]:
-        spec, condition = inputs[0].spec, inputs[0].condition
         self.patches.merge(spec)
 
         def predicted(sample: Tensor, timestep: Tensor) -> Tensor:
@@ -111,7 +103,7 @@ class FlowAdapter(Adapter):
             model_inputs = self._model_inputs(spec, condition, sample, timestep=timestep)
             guided, unguided = predict_branches(
                 functools.partial(self._predict, spec, expert, model_inputs),
-                [each.prompt for each in inputs],
+                prompt,
                 spec=spec,
                 geometry=self.geometry,
                 parallel=parallel,
@@ -119,9 +111,9 @@ class FlowAdapter(Adapter):
             )
             return guided if unguided is None else self._guide(guided, unguided, scale=scale)
 
-        return solver.solved_step(
-            inputs, self._scheduler, predicted, step=step, pin=self._pin(inputs, step=step)
-        )
+        pin, keeps = self._pin(spec, condition, step=step), spec.may_approximate
+        new = self._scheduler(spec)
+        return solver.solved_step(new, latents, predicted, step=step, pin=pin, keeps_outputs=keeps)
 
     @torch.no_grad()
     def approximate(
@@ -162,19 +154,19 @@ class FlowAdapter(Adapter):
     def _model_inputs(
         self, spec: JobSpec, condition: Fields, sample: Tensor, *, timestep: Tensor
     ) -> dict[str, Any]:
-        """The transformer's inputs but for texts; all samples of a batch have the same timestep."""
+        """The transformer's inputs but for texts."""
         raise NotImplementedError
 
     def _predict(
         self, spec: JobSpec, expert: Any, inputs: dict[str, Any], embeds: Sequence[Tensor]
     ) -> Tensor:
-        """Branches of guidance, or one branch of several jobs."""
+        """For the embeddings of branches of guidance: one, or several in one forward."""
         raise NotImplementedError
 
     def _guide(self, guided: Tensor, unguided: Tensor, *, scale: float) -> Tensor:
         return unguided + scale * (guided - unguided)
 
-    def _pin(self, inputs: Sequence[StepInput], *, step: int) -> Callable[[Any], Any] | None:
+    def _pin(self, spec: JobSpec, condition: Fields, *, step: int) -> Callable[[Any], Any] | None:
         """What changes the sample after a step."""
         return None
 
@@ -270,7 +262,7 @@ class WanAdapter(FlowAdapter):
         return {"hidden_states": model_input.to(self._dtype), "timestep": timestep}
 
     def _model_timestep(self, timestep: Tensor, sample_BCTHW: Tensor, *, has_image: bool) -> Tensor:
-        """[1], or [1, S] where tokens differ; all samples of a batch have the same.
+        """[1], or [1, S] where tokens differ.
 
         Without an image all tokens have the same timestep. In fp32 it is given per token, as in the
         pipeline; in bf16 once, which gives equal results (measured) and saves gigabytes of modulation in
@@ -288,10 +280,9 @@ class WanAdapter(FlowAdapter):
     ) -> Tensor:
         return self._forward(expert, with_texts(inputs, embeds))
 
-    def _pin(self, inputs: Sequence[StepInput], *, step: int) -> Callable[[Any], Any] | None:
-        image_BCTHW = inputs[0].condition.tensors.get("condition")
-        assert len(inputs) == 1 or image_BCTHW is None, "jobs with images have steps of their own"
-        if image_BCTHW is None or not self._per_token or step < known(inputs[0].spec.steps) - 1:
+    def _pin(self, spec: JobSpec, condition: Fields, *, step: int) -> Callable[[Any], Any] | None:
+        image_BCTHW = condition.tensors.get("condition")
+        if image_BCTHW is None or not self._per_token or step < known(spec.steps) - 1:
             return None
         return functools.partial(_pin_first_frame, image_BCTHW=image_BCTHW)
 
@@ -335,11 +326,6 @@ class QwenImageAdapter(FlowAdapter):
             forwards = [embeds]
         pads = self._pads(spec)
         return tuple(text_shape(each, is_padded=pads, degrees=layout.degrees) for each in forwards)
-
-    def text_shape_of_batch(self, inputs: Sequence[StepInput]) -> tuple[object, ...]:
-        pads = self._pads(inputs[0].spec)
-        forwards = [[each.prompt.tensors[name] for each in inputs] for name in inputs[0].prompt.tensors]
-        return tuple(text_shape(each, is_padded=pads, degrees=(1, 1, 1)) for each in forwards)
 
     def _embed_text(self, text: str, num_tokens: int) -> Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
@@ -394,23 +380,10 @@ class QwenImageAdapter(FlowAdapter):
         self, spec: JobSpec, expert: Any, inputs: dict[str, Any], embeds: Sequence[Tensor]
     ) -> Tensor:
         if len(embeds) > 1 and not hasattr(expert, "modulation"):
-            return self._predict_unfused(inputs, embeds)
+            # Only fused blocks ignore padding.
+            return torch.cat([self._predict(spec, expert, inputs, [each]) for each in embeds])
         length = common_length(embeds, degrees=present_degrees()) if self._pads(spec) else None
         return self._forward(expert, with_texts(inputs, embeds, length=length))
-
-    def _predict_unfused(self, inputs: dict[str, Any], embeds: Sequence[Tensor]) -> Tensor:
-        """Jobs whose texts have the same length in one forward: only fused blocks ignore padding."""
-        samples: Sequence[Tensor] = inputs["hidden_states"].chunk(len(embeds))
-        results = list(samples)
-        alone = {name: x for name, x in inputs.items() if name != "attention_kwargs"}
-        for length in dict.fromkeys(text.shape[1] for text in embeds):
-            of_length = [idx for idx, text in enumerate(embeds) if text.shape[1] == length]
-            alone["hidden_states"] = solver.stacked([samples[idx] for idx in of_length])
-            texts = [embeds[idx] for idx in of_length]
-            found = self._forward(self._pipeline.transformer, with_texts(alone, texts))
-            for idx, result in zip(of_length, found.chunk(len(texts)), strict=True):
-                results[idx] = result
-        return torch.cat(results)
 
     def _guide(self, guided: Tensor, unguided: Tensor, *, scale: float) -> Tensor:
         """True classifier-free guidance: each token keeps the norm of its conditional prediction."""

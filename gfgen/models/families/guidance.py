@@ -24,7 +24,7 @@ from gfgen.models.parallel.sequence_parallel import active
 from gfgen.models.streaming.turns import in_turns
 
 Predict = Callable[[Sequence[Tensor]], Tensor]
-"""From the embeddings of one branch or of several to their noise predictions, [branches, ..]."""
+"""From the embeddings of one branch or of both to their noise predictions, [branches, ..]."""
 
 
 class BatchRule(NamedTuple):
@@ -50,27 +50,23 @@ either direction. A padded token costs as much as any other; twice as much paddi
 
 def predict_branches(
     predict: Predict,
-    prompts: Sequence[Fields],
+    prompt: Fields,
     *,
     spec: JobSpec,
     geometry: Geometry,
     parallel: Parallel | None,
     takes_turns: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise predictions for the prompts and, with guidance, for the negative prompts.
+    """The noise predictions for the prompt and, with guidance, for the negative prompt.
 
-    Every rank gets both, in this order, so all of them compute the same from it. A branch of several jobs is
-    one forward. takes_turns: branches take turns at the transformer's blocks.
+    Every rank gets both, in this order, so all of them compute the same from it. takes_turns: branches take
+    turns at the transformer's blocks.
     """
     names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
-    if len(prompts) > 1:
-        assert parallel is None, "steps of several jobs run on one rank"
-        found = [predict([prompt.tensors[name] for prompt in prompts]) for name in names]
-    else:
-        embeds = [prompts[0].tensors[name] for name in names]
-        degree = 1 if parallel is None else parallel.sequence.size
-        in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
-        found = evaluate_branches(predict, embeds, parallel, in_batch=in_batch, takes_turns=takes_turns)
+    embeds = [prompt.tensors[name] for name in names]
+    degree = 1 if parallel is None else parallel.sequence.size
+    in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
+    found = evaluate_branches(predict, embeds, parallel, in_batch=in_batch, takes_turns=takes_turns)
     return found[0], found[1] if len(found) == 2 else None
 
 

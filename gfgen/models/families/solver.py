@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.adapter import HOST, SAMPLE, Fields, StepInput
+from gfgen.models.families.adapter import HOST, SAMPLE, Fields
 from gfgen.models.geometry.rules import KEPT_OUTPUTS
 from gfgen.models.parallel.parallel import held
 
@@ -271,35 +271,24 @@ class Solver:
 
 
 def solved_step(
-    inputs: Sequence[StepInput],
-    new: Callable[[JobSpec], Any],
+    scheduler: Any,
+    latents: Fields,
     predict: Callable[[Tensor, Tensor], Tensor],
     *,
     step: int,
     pin: Callable[[Any], Any] | None = None,
-) -> list[Fields]:
-    """The artifacts `latents` of jobs of equal shape after a step.
-
-    new: makes the scheduler of a job. predict: the transformer's guided output for samples at a timestep.
-    """
-    solvers = [Solver(new(each.spec), each.latents, step=step) for each in inputs]
-    outputs: Sequence[Tensor] = ()
-    for timestep in solvers[0].timesteps:
-        outputs = predict(stacked([each.sample for each in solvers]), timestep).chunk(len(inputs))
-        for own, output in zip(solvers, outputs, strict=True):
-            own.advance(output, timestep)
-    results: list[Fields] = []
-    for own, output in zip(solvers, outputs, strict=True):
-        state = own.state(pin=pin)
-        if inputs[0].spec.may_approximate:
-            keep_outputs(state, own.latents, [output], step=step)
-        results.append(detach_from(own.latents, state))
-    return results
-
-
-def stacked(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Samples of several jobs as one batch; a single one stays the same object."""
-    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
+    keeps_outputs: bool = False,
+) -> Fields:
+    """The artifact `latents` after a step. predict: the guided output for a sample at a timestep."""
+    solver = Solver(scheduler, latents, step=step)
+    outputs: list[Tensor] = []
+    for timestep in solver.timesteps:
+        outputs = [predict(solver.sample, timestep)]
+        solver.advance(outputs[0], timestep)
+    state = solver.state(pin=pin)
+    if keeps_outputs:
+        keep_outputs(state, latents, outputs, step=step)
+    return detach_from(latents, state)
 
 
 def extrapolated_step(scheduler: Any, latents: Fields, *, step: int) -> Fields:

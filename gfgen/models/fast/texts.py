@@ -1,10 +1,10 @@
-"""Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance or job.
+"""Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance.
 
 Qwen-Image does not pad prompts, so every length is another shape, and a recorded forward serves one length
 only. Where attention can ignore padding at almost no cost (cudnn_attention.py), texts are therefore padded
 to a few lengths: a new prompt is then new data, not a new shape.
 
-Legend: B batch (1 for each branch or job), L tokens, C channels.
+Legend: B batch (1 for each branch), L tokens, C channels.
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ def with_texts(
 ) -> dict[str, Any]:
     """A transformer's inputs for these texts, from the inputs that they share.
 
-    `hidden_states` is one sample for all texts, the branches of a job, or one for each, several jobs.
-    length: from `common_length`. Timesteps stay those of one sample, since all samples have the same. Texts
-    of different lengths are padded with zeros, which only fused blocks ignore (fused.py).
+    `hidden_states` is one sample for all texts. length: from `common_length`. Timesteps stay those of one
+    sample. Texts of different lengths are padded with zeros, which only fused blocks ignore (fused.py).
     """
     picture, lengths = inputs["hidden_states"], [branch.shape[1] for branch in embeds]
     batch = {**inputs, "encoder_hidden_states": embeds[0]}  # the same object: its results may be cached
-    if len(embeds) > len(picture):
+    if len(embeds) > 1:
         batch["hidden_states"] = picture.repeat(len(embeds), *[1] * (picture.dim() - 1))
     if len(embeds) > 1 or length is not None:
         texts = [padded_to(length or max(lengths), each) for each in embeds]

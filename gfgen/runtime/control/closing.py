@@ -117,8 +117,8 @@ class Closing:
         return {
             job_id: view
             for job_id, view in views.items()
-            if (kind_of(view) not in late and self._records[job_id].file_bytes <= left_bytes)
-            or any(mate.progress.next_index > 0 for mate in self._records[job_id].batch)
+            if self._records[job_id].progress.next_index > 0
+            or (kind_of(view) not in late and self._records[job_id].file_bytes <= left_bytes)
         }
 
     def end_early(self, *, free_bytes: int, now_s: float) -> Event:
@@ -141,7 +141,7 @@ class Closing:
         remaining_s = self._costs.remaining_s(
             cost_class, _FIRST_TASK, num_tasks, degrees, num_approximate=num_approximate
         )
-        # A job ends with its batch.
+        # A job ends with those that share its steps.
         return now_s + CAUTION * remaining_s * cost_class.batch > self.closes_s
 
     def check(self) -> None:

@@ -82,7 +82,6 @@ class JobRecord:
     owner: str | None = field(init=False)
     num_tasks: int = field(init=False)
     file_bytes: int = field(init=False)
-    batch: list[JobRecord] = field(init=False)  # whose steps are taken together, itself included; one list
     arrived: bool = False
     place: int | None = None  # of a job that has not been open yet: where it stands in the file
     flights: list[Flight] = field(default_factory=list)  # not ended: a running and a queued one at most
@@ -98,8 +97,7 @@ class JobRecord:
         self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
         spec = self.job.spec
         self.model, self.owner = spec.model or "", spec.owner
-        self.batch, self.file_bytes = [self], self.job.file_bytes
-        self.patches = str(spec.patches or "")
+        self.patches, self.file_bytes = str(spec.patches or ""), self.job.file_bytes
         due_s = None if self.deadline_s == math.inf else self.deadline_s
         self.outcome = JobOutcome(self.job.info, "done", self.arrival_s, deadline_s=due_s)
 
@@ -162,8 +160,8 @@ class JobRecord:
             num_tasks=self.num_tasks,
             remaining_s=remaining_s,
             last_layout=progress.holder,
-            uses_cfg=limits.uses_cfg and len(self.batch) == 1,
-            max_sequence_degree=limits.max_sequence_degree if len(self.batch) == 1 else 1,
+            uses_cfg=limits.uses_cfg,
+            max_sequence_degree=limits.max_sequence_degree,
             shape=cost_class.kind,
             max_ulysses_degree=limits.max_ulysses_degree,
             max_decode_degree=limits.max_decode_degree,

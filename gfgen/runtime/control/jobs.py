@@ -10,7 +10,6 @@ from gfgen.job.reader import due_at
 from gfgen.runtime.control.job_record import JobRecord, Progress
 from gfgen.runtime.control.ranks import Flight, RankRecord
 from gfgen.runtime.control.residency import ModelTurns
-from gfgen.runtime.control.sharing import Forming, is_to_wait, takes_steps_together
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.openjobs import OpenJobs
 from gfgen.runtime.files.resume import RunStart
@@ -33,7 +32,6 @@ class Jobs:
         self._resume = dict(start.resume)  # where stopped jobs go on that have not been added yet
         self._costs = costs
         self._models = models
-        self._forming = Forming(start.batch)
         self.records: dict[str, JobRecord] = {}
         self.open = OpenJobs()
         self.busy: dict[str, JobView] = {}
@@ -47,10 +45,6 @@ class Jobs:
     def models_at_work(self) -> set[str]:
         """Models of jobs that have arrived and not ended."""
         return {record.model for record in self.records.values() if record.arrived}
-
-    @property
-    def has_batches(self) -> bool:
-        return any(len(record.batch) > 1 for record in self.records.values())
 
     def add(self, job: AdmittedJob) -> None:
         """One more job, which arrives by its event."""
@@ -69,9 +63,6 @@ class Jobs:
             record.trouble.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
             record.given_up = point.given_up
         self.records[job.job_id] = record
-        self._forming.add(record)
-        if len(record.batch) > 1:
-            self._resize(record.batch)
 
     def arrive(self, record: JobRecord, *, place: int | None) -> None:
         """`place` is the job's in the file, whose order counts among equals."""
@@ -87,58 +78,33 @@ class Jobs:
         self.place(record)
 
     def remove(self, record: JobRecord) -> None:
-        self.leave_batch(record)
         del self.records[record.job_id]
         self.open.discard(record.job_id)
         self.busy.pop(record.job_id, None)
         self._models.unpark(record.job_id)
 
-    def leave_batch(self, record: JobRecord) -> None:
-        """From now on a job takes its steps alone, and those of its batch without it."""
-        others = record.batch
-        if len(others) == 1:
-            return
-        others.remove(record)
-        record.batch = [record]
-        self._resize(others)
-        self._resize([record])
-
-    def _resize(self, batch: Sequence[JobRecord]) -> None:
-        """Its jobs take other times than before; one that is alone may have several ranks."""
-        for each in batch:
-            each.cost_class, each._view = self._costs.class_of(each.job, batch=len(batch)), None
-            self.place(each)
-
     def place(self, record: JobRecord) -> None:
-        """Move the job's view, and those of its batch, to where they belong: open, busy, or out of sight."""
-        placed, is_alone = [record], len(record.batch) == 1
-        if not is_alone:
-            others = [each for each in record.batch if each is not record and not each.flights]
-            placed += [x for x in others if (x.job_id in self.open) is is_to_wait(x)]
-        for each in placed:
-            job_id = each.job_id
-            was_busy = self.busy.pop(job_id, None) is not None
-            is_visible = each.arrived and each.progress.next_index < each.num_tasks and not each.trouble.doom
-            if self._models.is_limited:
-                urgency = (-each.job.spec.priority, each.deadline_s)
-                is_visible = self._models.admit(job_id, each.model, urgency, can_run=is_visible)
-            if is_visible and each.flights:
-                self.busy[job_id] = each.view(self._costs)
-            if is_visible and not each.flights and (is_alone or not is_to_wait(each)):
-                self.open.put(each.view(self._costs), place=each.place)
-                each.place = None
-            elif not was_busy:
-                self.open.discard(job_id)
+        """Move the job's view to where it belongs: open, busy, or out of sight."""
+        job_id = record.job_id
+        was_busy = self.busy.pop(job_id, None) is not None
+        is_unfinished = record.progress.next_index < record.num_tasks and not record.trouble.doom
+        is_visible = record.arrived and is_unfinished
+        if self._models.is_limited:
+            urgency = (-record.job.spec.priority, record.deadline_s)
+            is_visible = self._models.admit(job_id, record.model, urgency, can_run=is_visible)
+        if is_visible and record.flights:
+            self.busy[job_id] = record.view(self._costs)
+        if is_visible and not record.flights:
+            self.open.put(record.view(self._costs), place=record.place)
+            record.place = None
+        elif not was_busy:
+            self.open.discard(job_id)
 
     def joining(self, ending: Iterable[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
         job_ids = [flight.dispatch.task.job_id for flight in ending]
         records = [self.records[each] for each in job_ids if each in self.busy]
-        return [
-            each.job_id
-            for each in records
-            if len(each.flights) == 1 and (len(each.batch) == 1 or not takes_steps_together(each))
-        ]
+        return [each.job_id for each in records if len(each.flights) == 1]
 
     def stopped_at(self, ranks: Sequence[RankRecord]) -> dict[str, tuple[int, int]]:
         """(next task, dispatch that made its input) of begun jobs with nothing under way on a living rank."""
@@ -187,5 +153,4 @@ class Jobs:
             can_run = record.arrived and is_resident and not record.trouble.doom
             is_visible = is_open or record.job_id in self.busy
             has_next = record.progress.next_index < record.num_tasks
-            waits = not record.flights and is_to_wait(record)
-            assert is_visible is (can_run and has_next and not waits), f"job {record.job_id} and policies"
+            assert is_visible is (can_run and has_next), f"job {record.job_id} and policies"

@@ -1,15 +1,12 @@
 """Which jobs take their next steps together on a rank.
 
-A *batch* (--batch) has jobs that follow each other in the file, arrive at once, and are equal in all but
-prompts, seeds and files. Policies see one job of it, the leader, when all others have come as far.
-
 Steps are *shared* by jobs of models whose blocks are read for each forward (models/streaming), because one
 read then serves them all. When a policy gives one rank a step, open jobs with the same weights that it gives
 no rank join it, and so with encodes. They need not be alike: each computes what it computes alone. Each next
 task is decided anew. A policy that ends one job after the other would leave the others without a step to
 share. So before a step of a job without a deadline, jobs that are as urgent come to their first step.
 
-Either way the steps are dispatches with consecutive numbers on one rank, each of which takes an equal part of
+Shared steps are dispatches with consecutive numbers on one rank, each of which takes an equal part of
 the time.
 """
 
@@ -18,8 +15,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 from gfgen.graph import FIRST_STEP, Stage
 from gfgen.layout import ALONE
@@ -35,54 +30,6 @@ MAX_COMPUTED = 1.1  # a step of more times its reads is bound by computing: shar
 SHARED = (Stage.ENCODE, Stage.DENOISE)
 """Text encoders are streamed before transformers, and compute for milliseconds. Steps of a second pass are
 alone: the first of them decodes and encodes, too, and all keep activations of a larger picture."""
-_OF_ONE_JOB: dict[str, Any] = dict.fromkeys(
-    ("negative_prompt", "prompt_syntax", "seed", "tag", "output", "format", "quality", "fps", "line", "place")
-)
-
-
-@dataclass(slots=True)
-class Forming:
-    size: int
-    _last: list[JobRecord] = field(default_factory=list)
-
-    def add(self, record: JobRecord) -> None:
-        mates = self._last
-        is_next = 0 < len(mates) < self.size and not mates[-1].arrived
-        if self.size == 1 or not record.job.can_join_batch:
-            self._last = []
-        elif is_next and _likeness(record) == _likeness(mates[-1]):
-            mates.append(record)
-            record.batch = mates
-        else:
-            self._last = record.batch
-
-
-def is_to_wait(record: JobRecord) -> bool:
-    """Whether the next task of a job is a step of a batch for which another job of it stands."""
-    if not takes_steps_together(record):
-        return False
-    index = min(each.first_open_index for each in record.batch)
-    at_step = [each for each in record.batch if each.first_open_index == index]
-    return record is not at_step[0] or any(each.flights for each in at_step)
-
-
-def takes_steps_together(record: JobRecord) -> bool:
-    return len(record.batch) > 1 and FIRST_STEP <= record.progress.next_index < record.num_tasks - 1
-
-
-def batch_peers(record: JobRecord) -> Sequence[JobRecord]:
-    """The other jobs that take the next step of a batch together with its leader."""
-    if not takes_steps_together(record):
-        return ()
-    index = record.progress.next_index
-    return [each for each in record.batch if each is not record and each.progress.next_index == index]
-
-
-def _likeness(record: JobRecord) -> object:
-    """Equal for jobs that differ in nothing that shapes their steps, or says when they run."""
-    job = record.job
-    counts = replace(job.spec, id="", prompt="", **_OF_ONE_JOB)
-    return job.checkpoint, job.shape, record.arrival_s, record.deadline_s, counts
 
 
 class Sharing:
@@ -130,9 +77,7 @@ class Sharing:
         return list(map(arrange, decisions))
 
     def peers(self, record: JobRecord, decision: Decision) -> Sequence[JobRecord]:
-        """The other jobs whose next steps run with this decision: of its batch, or with shared reads."""
-        if len(record.batch) > 1:
-            return batch_peers(record) if decision.layout.degree == 1 else ()
+        """The other jobs whose next tasks run with this decision."""
         if record.model not in self._reads_s or decision.task.stage not in SHARED:
             return ()
         peers = [self._records[job_id] for job_id in self._joining.get(record.job_id, ())]
@@ -142,10 +87,9 @@ class Sharing:
 
     def class_of(self, record: JobRecord, dispatch: Dispatch) -> CostClass:
         """The class in which a task has run; its job may be in another one by now."""
-        is_shared = dispatch.task.stage in SHARED and record.model in self._reads_s
-        number = len(dispatch.batch or "1")
-        is_own = is_shared or number > 1
-        return self._costs.class_of(record.job, batch=number) if is_own else record.cost_class
+        if dispatch.task.stage not in SHARED or record.model not in self._reads_s:
+            return record.cost_class
+        return self._costs.class_of(record.job, batch=len(dispatch.batch or "1"))
 
     def _leader(self, decision: Decision) -> JobRecord | None:
         """The job of a decision if others can share its task, and gain by it as far as predictions say."""
@@ -161,7 +105,7 @@ class Sharing:
     def _may_share(self, record: JobRecord) -> bool:
         """A job that has failed before goes on alone, so that it does not fail others again."""
         has_failed = record.trouble.failures or record.trouble.num_lost_workers
-        return record.model in self._reads_s and len(record.batch) == 1 and not has_failed
+        return record.model in self._reads_s and not has_failed
 
     def _is_late(self, record: JobRecord, number: int, *, now_s: float) -> bool:
         """Whether a job would miss its deadline because this many jobs take all of its steps together."""

@@ -177,7 +177,7 @@ class State:
         return [lead, *[self._begin(each, each.next_task, layout, batch=batch) for each in peers]]
 
     def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
-        """Steps of a batch are predicted, and later reported, as if they ran in turn."""
+        """Shared steps are predicted, and later reported, as if they ran in turn."""
         number, progress, cost_class = self.flights.last_number + 1, record.progress, record.cost_class
         degrees, source = layout.degrees, progress.holder if progress.is_held else None
         task_s, least_s = self._costs.ends_after_s(cost_class, task.stage, degrees)
@@ -209,7 +209,7 @@ class State:
             batch=batch,
             late_s=late_s,
         )
-        # Nothing is queued behind a batch, whose steps end together.
+        # Nothing is queued behind shared steps, which end together.
         is_measured = batch is None and self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(
             dispatch,
@@ -220,8 +220,6 @@ class State:
         self.ranks.take(flight)
         if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
-        if batch is not None:
-            record.outcome.batch = max(record.outcome.batch, min(len(batch), len(record.batch)))
         if task.index == 0:
             self.closing.room.left_bytes -= record.file_bytes
         record.flights.append(flight)
@@ -322,8 +320,6 @@ class State:
         flight, record = self._land(event)
         flight.is_void = flight.is_void or event.void
         record.fail_flight(flight, flight.failure or event.reason, is_lost=event.lost)
-        if flight.dispatch.batch is not None:
-            self.jobs.leave_batch(record)  # so that a job with which steps fail does not fail others
         return self._settle(record)
 
     def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
@@ -408,8 +404,7 @@ class State:
         if record.trouble.doom and not record.flights and not record.is_writing:
             return self._end(record, error=record.trouble.doom)
         if record.trouble.doom:
-            self.jobs.leave_batch(record)
-            # A step of a batch ends for the sake of the others.
+            # A shared step ends for the sake of the others.
             self.flights.give_up(each for each in record.flights if each.dispatch.batch is None)
         self.jobs.place(record)
         return ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError, JobError, ModelError, Problem, Warned
+from gfgen.errors import JobError, ModelError, Problem, Warned
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.images import RATE, TRANSPARENT, remarks_on, upright_size
 from gfgen.job.packed import FEW, Form, Packed
@@ -38,8 +38,6 @@ from gfgen.runtime.ipc.content import SHRINKS, Content
 from gfgen.system.wording import counted, in_lines
 
 logger = logging.getLogger(__name__)
-
-BATCH_FAMILIES = ("qwen-image", "wan")  # beginnings of families whose adapters take a batch at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +87,6 @@ class AdmittedJob:
         """Equal for jobs whose tasks launch the same kernels."""
         spec = self.spec
         return self.checkpoint, self.shape, self.limits, spec.image is None, spec.may_approximate
-
-    @property
-    def can_join_batch(self) -> bool:
-        """Whether its steps can be computed together with those of equal jobs."""
-        is_known = self.info.family.startswith(BATCH_FAMILIES)
-        return is_known and self.spec.image is None and not self.spec.may_approximate
 
     @property
     def state_bytes(self) -> int:
@@ -163,21 +155,6 @@ def admit(
         reason += f" (the same model: {in_lines(lines[1:])})" if len(lines) > 1 else ""
         problems.append(replace(Problem.of("model", name, reason), line=lines[0]))
     return tuple(jobs) if isinstance(jobs, list) else jobs, tuple(problems)
-
-
-def families_of(jobs: Iterable[AdmittedJob]) -> Mapping[str, str]:
-    """By model."""
-    return {job.spec.model or "": job.info.family for job in jobs}
-
-
-def check_batch(size: int, families: Mapping[str, str]) -> None:
-    """Raises: InputError for --batch with a model, named with its family, that computes one job at a time."""
-    for name, family in families.items():
-        if size > 1 and not family.startswith(BATCH_FAMILIES):
-            raise InputError(
-                f"--batch {size}: {name} computes one job at a time, unlike Qwen-Image and Wan; "
-                "leave out --batch, or run its jobs by themselves"
-            )
 
 
 def _admit_one(

@@ -89,7 +89,6 @@ class JobOutcome:
     peak_bytes: int | None = None  # the most that torch had allocated on one of its GPUs; None on CPU ranks
     num_approximate: int = 0  # steps that ran without the transformer
     why_approximate: str | None = None  # why a policy had steps approximated; None if none did
-    batch: int = 1  # the most jobs, this one included, that a step of it was computed with
     entry: dict[str, Any] = field(default_factory=dict)  # its line in the manifest, if it has one
 
     @property

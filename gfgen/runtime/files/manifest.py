@@ -114,8 +114,6 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
         entry["peak_memory_mb"] = round(outcome.peak_bytes / 2**20, 1)
     if info.attempt > 1:
         entry["filter"] = {"attempt": info.attempt}
-    if outcome.batch > 1:
-        entry["batch"] = outcome.batch
     given = {name: getattr(spec, name) for name in ("owner", "prompt_syntax", *PIPELINE_FIELDS, "reuse")}
     given["first_pass"] = {"width": spec.width, "height": spec.height} if spec.enlarged else None
     given["steps_reused"] = outcome.num_approximate if spec.may_approximate else None

@@ -68,7 +68,6 @@ class RunStart:
     """Sets of ranks that exchange with each other. None: all do."""
     near: Sequence[Sequence[int]] | None = None
     """Sets of ranks that reach each other's memory. None: the islands."""
-    batch: int = 1
     reads_s: Mapping[str, float] = field(default_factory=dict)
     """By model whose blocks are read for each forward: the time that the reads of one take."""
     num_writers: int = 1  # processes that write files; looks ahead count with them
@@ -89,7 +88,6 @@ class RunStart:
             "resident": None if self.resident is None else sorted(self.resident),
             "islands": self.islands,
             "near": self.near,
-            "batch": self.batch,
             "reads_s": dict(self.reads_s),
             "first_use_s": self.first_use_s,
             "warm": sorted(self.warm),

@@ -84,7 +84,6 @@ class PlanWindow:
 
     started_at: float
     by_s: float | None = None
-    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +288,6 @@ class RankPlanner(Planner):
             num_ranks=number,
             profile=self.profile,
             started_at=self.window.started_at,
-            batch=self.window.batch,
             residency=self.residency(number),
             reads_s=self.reads_s,
             observers=[OutcomeRecorder(self.note(policy, number))],
@@ -324,7 +322,6 @@ class RankPlanner(Planner):
                 num_ranks=num_ranks,
                 profile=self.profile,
                 started_at=self.window.started_at,
-                batch=self.window.batch,
                 reads_s=self.reads_s,
             )
         return self._snapshots[num_ranks]

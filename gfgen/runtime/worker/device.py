@@ -152,8 +152,7 @@ class Device:
         started_s = time.monotonic()
         with stop_checks.watching(self._watch_of(works)):
             execute(self.adapters, works, group)
-        number = 1 if are_separate(self.adapters, works) else len(works)
-        is_first_use = self.note_used({(*task_kind(each, self._rank), number) for each in works})
+        is_first_use = self.note_used({task_kind(each, self._rank) for each in works})
         for work in works:
             work.total = jobs.sum_of(work.made)
             work.note(is_first_use=is_first_use, waited_s=work.times.waited_s + started_s - arrived_s)
@@ -217,16 +216,10 @@ def meet(endpoint: Any, message: RunTask) -> Collectives | None:
 
 
 def share_time(works: Sequence[RankTask], started_s: float, ended_s: float) -> None:
-    """Each step of a batch gets an equal part of its time, in turn."""
+    """Each of shared steps gets an equal part of their time, in turn."""
     share_s = (ended_s - started_s) / len(works)
     for place, work in enumerate(works):
         work.note(started_s=started_s + place * share_s, ended_s=started_s + (place + 1) * share_s)
-
-
-def are_separate(adapters: Mapping[str, Adapter], works: Sequence[RankTask]) -> bool:
-    """Whether these are steps of several jobs each of which is computed as it is alone."""
-    adapter = adapters[works[0].job.start.checkpoint]
-    return len(works) > 1 and (adapter.takes_turns or not hasattr(adapter, "denoise_batch"))
 
 
 def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: Collectives | None) -> None:
@@ -235,15 +228,8 @@ def execute(adapters: Mapping[str, Adapter], works: Sequence[RankTask], group: C
     if len(works) == 1:
         works[0].made = _executed(adapter, works[0], None if group is None else parallel_from(group))
         return
-    if are_separate(adapters, works):
-        steps = [partial(_take_step, adapter, work) for work in works]
-        in_turns(steps) if adapter.takes_turns else [step() for step in steps]
-        return
-    step = works[-1].task.step
-    assert step is not None
-    made = adapter.denoise_batch([step_input(each.job) for each in works], step=step)
-    for each, latents in zip(works, made, strict=True):
-        each.made = {"latents": latents}
+    steps = [partial(_take_step, adapter, work) for work in works]
+    in_turns(steps) if adapter.takes_turns else [step() for step in steps]
 
 
 def _take_step(adapter: Adapter, work: RankTask) -> None:

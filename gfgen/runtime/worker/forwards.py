@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    num_steps: int = 0  # steps that ran; those of a batch count once for each job
+    num_steps: int = 0  # steps that ran
     num_gone: int | None = None  # the number of lost records when it was prepared; None if it was not
 
 
@@ -83,57 +83,47 @@ class Forwards:
         self._num_shortages = 0
         self._warmed: set[object] = set()  # what needs no warm-up again when its model comes back
 
-    def kind_of(self, works: Sequence[RankTask]) -> Kind:
-        """The kind of a step, or of the steps of a batch."""
-        work = works[-1]
+    def kind_of(self, work: RankTask) -> Kind:
+        """The kind of a step."""
         start, layout = work.job.start, work.message.layout
-        adapter = self._adapters[start.checkpoint]
-        shapes: tuple[object, ...] = (start.shape, start.trajectory.artifacts)
-        if len(works) > 1:
-            inputs = [step_input(each.job) for each in works]
-            texts = adapter.text_shape_of_batch(inputs)
-            shapes = (*shapes, len(works))
-        else:
-            texts = adapter.text_shape(start.spec, work.job.artifacts["prompt"], layout)
+        texts = self._adapters[start.checkpoint].text_shape(start.spec, work.job.artifacts["prompt"], layout)
+        shapes = (start.shape, start.trajectory.artifacts)
         return Kind(start.checkpoint, shapes, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Let the forwards of this model go through records."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
-    def begin(self, kind: Kind, works: Sequence[RankTask]) -> None:
-        """Steps of this kind run next."""
+    def begin(self, kind: Kind) -> None:
+        """A step of this kind runs next."""
         self.attach(kind.checkpoint)
-        self._seen(kind).num_steps += len(works)
+        self._seen(kind).num_steps += 1
 
-    def is_to_record(self, kind: Kind, works: Sequence[RankTask]) -> bool:
+    def is_to_record(self, kind: Kind, work: RankTask) -> bool:
         """Whether enough such steps are to come that recording their forwards before these pays."""
         if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
             return False
-        step, seen = works[-1].task.step or 0, self._kinds.get(kind, _Seen())
+        step, seen = work.task.step or 0, self._kinds.get(kind, _Seen())
         is_due = seen.num_gone is None or (step == 0 and seen.num_gone != self._graphs.num_gone)
-        num_left = (works[-1].job.start.trajectory.num_steps - step) * len(works)
+        num_left = work.job.start.trajectory.num_steps - step
         return is_due and kind.shape not in self._not_worth and seen.num_steps + num_left >= MIN_REPLAYS
 
-    def record(self, kind: Kind, works: Sequence[RankTask]) -> None:
-        """Record the forwards of a step, or of a batch's, while no task of this rank runs."""
+    def record(self, kind: Kind, work: RankTask) -> None:
+        """Record the forwards of a step, while no task of this rank runs."""
         self._seen(kind).num_gone = self._graphs.num_gone
-        work, adapter = works[-1], self._adapters[kind.checkpoint]
+        adapter = self._adapters[kind.checkpoint]
         if not adapter.is_rehearsed:
             self._not_worth.add(kind.shape)
             return
         self.attach(kind.checkpoint)
-        start, inputs = work.job.start, [step_input(each.job) for each in works]
+        start, inputs = work.job.start, step_input(work.job)
         unentered, alone = self._alone(work.message.layout)
         try:
             for step in _steps_of_experts(
                 start.trajectory.num_steps, start.spec.boundary_ratio, work.task.step or 0
             ):
                 with self._graphs.recording(unentered):
-                    if len(works) > 1:
-                        adapter.denoise_batch(inputs, step=step)
-                    else:
-                        adapter.denoise(*inputs[0], step=step, parallel=alone)
+                    adapter.denoise(*inputs, step=step, parallel=alone)
         except NotWorthRecordingError:
             self._not_worth.add(kind.shape)
 

@@ -48,7 +48,7 @@ from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, Channel, MemoryUse, SendState, WarmUp
 from gfgen.runtime.ipc.settings import CONTEXT_BYTES, SIDE_BYTES, RankSettings, WorkerSettings
 from gfgen.runtime.predict.profile_file import peak_key
-from gfgen.runtime.worker.device import Device, Thread, are_separate, execute, meet, share_time, task_kind
+from gfgen.runtime.worker.device import Device, Thread, execute, meet, share_time, task_kind
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
 from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import FIRST_STEPS, CudaRecorder, Forwards, Kind
@@ -274,16 +274,15 @@ class GpuDevice(Device):
         message, job = work.message, work.job
         arrival, self._arrival = self._arrival, None
         arrived_s = time.monotonic()
-        is_separate = are_separate(self.adapters, works)
-        has_forward = work.task.stage is Stage.DENOISE and not is_separate  # nothing is recorded for them
-        forward = self.forwards.kind_of(works) if has_forward else None
+        has_forward = work.task.stage is Stage.DENOISE and len(works) == 1  # no shared one is recorded
+        forward = self.forwards.kind_of(work) if has_forward else None
         if work.task.stage is Stage.REFINE:  # nothing is recorded; ranks of a step count exchanges alike
             self.forwards.attach(job.start.checkpoint)
         kinds = task_kinds(work, self._rank, forward)
-        if is_separate:
+        if len(works) > 1:
             kinds = kinds.union({len(works)}, *[task_kinds(each, self._rank, None) for each in works])
         is_sure = not self._has_peers or self._memory.is_familiar(kinds)
-        prepared_s = self._get_ready(works, forward, may_block=not is_sure)
+        prepared_s = self._get_ready(work, forward, may_block=not is_sure)
         ready_s, num_replays = time.monotonic(), self._graphs.num_replays
         self._memory.beside_bytes = sum(x.kept.pages.num_bytes for x in self.adapters.values() if x.kept)
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
@@ -323,11 +322,11 @@ class GpuDevice(Device):
             return watch
         return stop_checks.DeviceWatch(watch.is_stopped, record=self.event)
 
-    def _get_ready(self, works: Sequence[RankTask], forward: Kind | None, *, may_block: bool) -> float:
+    def _get_ready(self, work: RankTask, forward: Kind | None, *, may_block: bool) -> float:
         """Prepare a step's `forward` while nobody waits; returns the time of recording."""
-        forwards, number = self.forwards, works[-1].number
+        forwards, number = self.forwards, work.number
         is_to_record = (
-            forward is not None and forwards.is_to_record(forward, works) and not self._dispatches.has_unsent
+            forward is not None and forwards.is_to_record(forward, work) and not self._dispatches.has_unsent
         )
         try:
             self._dispatches.await_clear(number, may_block=may_block or is_to_record or self._is_short)
@@ -342,9 +341,9 @@ class GpuDevice(Device):
             return 0.0
         began_s = ended_s = time.monotonic()
         if is_to_record and not self._dispatches.has_unsent:
-            forwards.record(forward, works)
+            forwards.record(forward, work)
             ended_s = time.monotonic()
-        forwards.begin(forward, works)
+        forwards.begin(forward)
         return ended_s - began_s
 
     def finish(self, work: RankTask) -> None:
