@@ -147,7 +147,11 @@ def _models(ranks: Ranks | None = None) -> Iterator[str]:
     pinned = "all of it" if locked == resource.RLIM_INFINITY else size_in_words(locked)
     available = size_in_words(available_bytes() or 0)
     yield f"main memory: {available} available; a program may pin {pinned} (ulimit -l)"
-    ranks = ranks or AskedRanks(random_weights=True).here()
+    try:
+        ranks = ranks or AskedRanks(random_weights=True).here()
+    except InputError as error:  # a GPU that is too old
+        yield str(error)
+        return
     for name in HUB_IDS if ranks.are_on_gpus else ():
         memory, spec = ranks.memory, JobSpec(id=name, prompt=name, model=name)
         jobs, _ = admit([spec], default_model=name, find_model=find_weightless)  # none if it needs a picture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,13 @@ def test_all_gpus_are_used_unless_told_otherwise():
 
 def test_ranks_limits_the_gpus():
     assert choose_devices(num_ranks=2, find=lambda: FOUR).gpus == FOUR[:2]
+
+
+def test_a_gpu_without_bf16_is_refused_unless_no_rank_uses_it():
+    gpus = (*FOUR[:1], replace(FOUR[1], name="Tesla T4", capability=(7, 5)))
+    assert choose_devices(num_ranks=1, find=lambda: gpus).gpus == gpus[:1]
+    with pytest.raises(InputError, match=r"GPU 1 \(Tesla T4\): .*8.0, which is not sm_75; leave it out with"):
+        choose_devices(find=lambda: gpus)
 
 
 def test_without_gpus_there_are_four_cpu_ranks():

@@ -24,6 +24,8 @@ DEFAULT_CPU_RANKS = 4
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 """One of these exists wherever the driver can find a GPU; /dev/dxg on WSL."""
 _PROBE_TIMEOUT_S = 60.0
+FIRST_CAPABILITY = 8
+"""The major number of the first GPUs that compute in bf16, and that Triton compiles for."""
 MIN_MEMORY_BYTES = 10**6
 """A smaller limit probably lacks its unit."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -173,6 +175,12 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
+    for idx, gpu in enumerate(used):
+        if 0 < gpu.capability[0] < FIRST_CAPABILITY:
+            needed = f"bf16 needs compute capability {FIRST_CAPABILITY}.0, which is not {gpu.architecture}"
+            raise InputError(
+                f"GPU {idx} ({gpu.name}): {needed}; leave it out with --gpus, or use --device cpu"
+            )
     devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport, rate)
     if link is not None and not devices.over_host:
         logger.warning(_NO_LINK)
