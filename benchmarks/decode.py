@@ -22,8 +22,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.measured import MeasuredShape, is_wanted, keep
-from benchmarks.timing import host_s
+from benchmarks.measured import MeasuredShape, host_s, is_wanted, keep
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint

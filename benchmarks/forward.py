@@ -27,7 +27,7 @@ from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
-from gfgen.runtime.ipc.settings import GPU_PLAN
+from gfgen.runtime.ipc.settings import GPU_PLAN, HOST_PLAN
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ FP8 = {
     "ours-fp8-attention": ForwardKind(is_ours=True, in_graph=True, precision="fp8 and attention"),
 }
 """Not exact, so these do not count as the best of ours."""
+HOST = {f"host-{way}": OURS["ours-graph"] for way in ("torus", "ring", "ulysses")}
+"""Over main memory, as between GPUs that do not reach each other's; nor do these."""
 BOTH = {
     "both-in-turn": ForwardKind(is_ours=True, in_graph=True, branches="in turn"),
     "both-in-batch": ForwardKind(is_ours=True, in_graph=True, branches="in batch"),
@@ -86,8 +88,11 @@ class ForwardCell:
     @property
     def layout(self) -> Layout:
         """On the first GPUs."""
+        ranks = tuple(range(self.degree))
+        if self.way in HOST:
+            return Layout(ranks, **{self.way.removeprefix("host-"): self.degree})
         cfg = 2 if self.way == ON_HALVES else 1
-        return Layout(tuple(range(self.degree)), cfg=cfg, ulysses=self.degree // cfg)
+        return Layout(ranks, cfg=cfg, ulysses=self.degree // cfg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +124,11 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[ForwardCell]:
         for way, kind in UNEVEN.items():
             found += [ForwardCell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
-        for way, kind in (OURS | BOTH | FP8).items():
-            if way != ON_HALVES or degree % 2 == 0:
+        for way, kind in (OURS | BOTH | FP8 | HOST).items():
+            if way not in (ON_HALVES, *HOST) or degree % 2 == 0:
                 found += [ForwardCell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
     chosen = [cell for cell in found if is_wanted(cell.name, only)]
-    return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours))
+    return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours, cell.way in HOST))
 
 
 def measure_forwards(
@@ -144,18 +149,21 @@ def measure_forwards(
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast does not survive a killed peer
     deadline_s = time.monotonic() + (seconds or float("inf"))
     results: list[MeasuredForward] = []
-    for degree, group in itertools.groupby(cells, key=lambda cell: cell.degree):
-        for measured in _measured(degree, list(group), deadline_s):
+    for (degree, is_far), group in itertools.groupby(cells, key=lambda cell: (cell.degree, cell.way in HOST)):
+        for measured in _measured(degree, list(group), deadline_s, is_far=is_far):
             results.append(measured)
             tell(measured)
     return results
 
 
-def _measured(degree: int, cells: Sequence[ForwardCell], deadline_s: float) -> Iterator[MeasuredForward]:
+def _measured(
+    degree: int, cells: Sequence[ForwardCell], deadline_s: float, *, is_far: bool
+) -> Iterator[MeasuredForward]:
     """The cells of one degree, on processes of their own: NCCL's world has its size."""
     if time.monotonic() > deadline_s:
         return
-    ranks = CudaRanks(degree, GPU_PLAN)
+    near = [(rank,) for rank in range(degree)] if is_far else None
+    ranks = CudaRanks(degree, HOST_PLAN if is_far else GPU_PLAN, near=near)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for cell in cells:
@@ -192,12 +200,13 @@ def table_of(results: Sequence[MeasuredForward], *, device: str, command: str) -
         "`compile_repeated_blocks(dynamic=False)`. ours: fused blocks, nothing compiled; ours-graph: in a "
         "CUDA graph. One timestep for all tokens, for diffusers too, but where an image is given: there "
         "tokens of the first frame have another one. x: best of diffusers over best of ours in bf16. "
-        "ours-fp8: products of the blocks in fp8; ours-fp8-attention: attention and its exchanges, too.\n"
+        "ours-fp8: products of the blocks in fp8; ours-fp8-attention: attention and its exchanges, too. "
+        "host: exchanges through main memory, in a graph.\n"
     )
     alone = [each for each in results if each.cell.way not in BOTH]
     for degree in sorted({each.cell.degree for each in alone}):
         rows = [each for each in alone if each.cell.degree == degree]
-        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS, *FP8), "x", _gain)
+        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS, *FP8, *HOST), "x", _gain)
     both = [each for each in results if each.cell.way in BOTH]
     if both:
         yield (
@@ -272,7 +281,7 @@ def _best(
         each.ms
         for each in results
         if each.ms is not None
-        and each.cell.way not in BOTH | FP8
+        and each.cell.way not in BOTH | FP8 | HOST
         and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
     ]
     return min(found, default=None)
@@ -294,7 +303,8 @@ def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, to: 
 
     A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
     diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph, ours-fp8,
-    ours-fp8-attention; and for both branches of guidance both-in-turn, both-in-batch, both-on-halves.
+    ours-fp8-attention; host-torus, host-ring, host-ulysses; and for both branches of guidance both-in-turn,
+    both-in-batch, both-on-halves.
     """
     from gfgen.gfc.cuda.driver import driver
 

@@ -1,71 +1,190 @@
-"""Exchanges through main memory beside peer memory and NCCL, on two GPUs of one machine.
+"""Attention shared by two GPUs: over peer memory, over main memory, and as diffusers does it over NCCL.
 
     python -m benchmarks.host_transport FOLDER                  # two GPUs, at most eight minutes
     python -m benchmarks.host_transport FOLDER --seconds 0      # the tables of what is there
     python -m benchmarks.host_transport FOLDER --rehearse       # the same on CPU ranks, with small shapes
 
-Checks come first. Each row is written to FOLDER/rows.jsonl when it is measured; what is there is not measured
-again, so a run that was cut off can go on. This process touches no GPU; the ranks do (measure_host.py, and
-measure_nccl.py for diffusers' attention over NCCL without peer access).
+All use the same attention kernel; NCCL has no peer access (NCCL_P2P_DISABLE=1; CPU ranks: gloo). Each row is
+written to FOLDER/rows.jsonl when it is measured; what is there is not measured again, so a run that was cut
+off can go on. `gfgen bench gfc` has the exchanges alone, `forward --only '*/2/host-*'` forwards, and `pytest
+tests/gfc/test_cuda_device.py` compares bytes. This process touches no GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import math
 import multiprocessing
 import os
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention_dispatch import TemplatedRingAttention, TemplatedUlyssesAttention
+from torch import Tensor, distributed
 
-from benchmarks import measure_host
-from benchmarks.measure_forward import TEXT_TOKENS, Branches, ForwardShape
-from gfgen.gfc.arena import CONTROL_PLAN, ArenaPlan, create_arena
-from gfgen.gfc.cuda.device_arena import arena_bytes
+from benchmarks.measured import device_ms, host_s
+from gfgen.gfc.arena import MIB, ArenaPlan, create_arena
+from gfgen.gfc.cuda.measure import graph_us
 from gfgen.gfc.cuda.rank_processes import CudaRanks
+from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
+from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.shared_attention import attend_with_lse, shared_attention
+from gfgen.models.stepping.check import join_group
 from gfgen.runtime.ipc.settings import GPU_PLAN, HOST_PLAN
 
-KIB, MIB = 1 << 10, 1 << 20
-EXACT = ((1, 2, 8), (3, 5, 3), (33, 24, 64), (5070, 24, 128), (18480, 24, 128), (96000, 24, 128))
-"""Tokens, heads, head dimension; the last needs several rounds."""
-SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
 TOKENS, DIMS, HEADS = (18480, 96000, 192000), (128, 64, 32), 24
-TRANSPORTS = ("peer", "host")
-LINKS = (0, 25, 12)
-"""Limits of the host transport in GB/s; 0: none."""
-OVER = (("peer", 0), *(("host", link) for link in LINKS))
-WAYS = {
-    "torus": Layout((0, 1), torus=2),
-    "ring": Layout((0, 1), ring=2),
-    "ulysses": Layout((0, 1), ulysses=2),
-}
-WAN, QWEN = "wan2.2-ti2v-5b", "qwen-image"
-SHAPES = (
-    ForwardShape(WAN, 832, 480, 49),
-    ForwardShape(WAN, 1280, 704, 81),
-    ForwardShape(QWEN, 1536, 1536, 1),
-)
-LAYERS, BLOCK_HEADS, BLOCK_DIM = {WAN: 30, QWEN: 60}, 24, 128
-LATENT_BYTES = {WAN: 4 * 48 * 2, QWEN: 64 * 2}
-"""Of a token's prediction, which halves of a guided step exchange."""
-GOALS = {
-    "wan-832x480x49": 1.4, "wan-1280x704x81": 1.75, "qwen-1536x1536": 1.5, "cfg 2": 1.9, "over NCCL": 1.6,
-}  # fmt: skip
+LINKS = {"peer": (0,), "host": (0, 25, 12)}
+"""Limits of each transport in GB/s; 0: none."""
+WAYS = {way: Layout((0, 1), **{way: 2}) for way in ("torus", "ring", "ulysses")}
+THEIRS = {"ulysses": TemplatedUlyssesAttention, "ring": TemplatedRingAttention}
 
-Run = Callable[..., list[Any]]
-"""A program on both ranks."""
+Times = dict[str, float]
+Run = Callable[..., list[Times]]
+"""A program on both ranks, after its endpoint with a new number of a dispatch."""
+
+
+# On each rank ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ours(
+    endpoint: Any, number: int, layout: Layout | None, tokens: int, heads: int, dim: int, link: float
+) -> Times:
+    """A shared attention with its exchanges, in a CUDA graph on GPUs; without a layout on each rank alone."""
+    endpoint.limit_link(link * 1e9)
+    layout = layout or Layout((endpoint.rank,))
+    group = endpoint.group(Descriptor(number, layout, (1,) * layout.degree))
+    group.enter()
+    sizes, device = shard_sizes(tokens, layout.degree), _device(endpoint)
+    q, k, v = _inputs(sizes[group.slot], heads, dim, device)
+
+    def call(group: Any) -> Tensor:
+        if layout.degree == 1:
+            return attend(q, k, v, None)
+        parallel = parallel_from(group)
+        return shared_attention(q, k, v, None, parallel=parallel, token_sizes=sizes, attend=attend)
+
+    copies, repeats = _repeats(tokens)
+    if device.type == "cuda":
+        us = graph_us(group, call, copies, repeats)
+        group.finish()
+        return {"us": us}
+    times_s = []
+    for _ in range(repeats + 1):
+        group.barrier()
+        times_s.append(host_s(lambda: call(group)))
+    return {"us": 1e6 * statistics.median(times_s[1:])}
+
+
+@torch.no_grad()
+def theirs(endpoint: Any, _: int, way: str, tokens: int, dim: int, store: str) -> Times:
+    """Attention as diffusers shares it, and its exchanges alone."""
+    device = _device(endpoint)
+    if not distributed.is_initialized():
+        join_group(rank=endpoint.rank, num_ranks=2, store=store, device=str(device))
+    q, k, v = _inputs(tokens // 2, HEADS, dim, device)
+    config = _config(way, device, endpoint.rank)
+    given = (q, k, v, None, 0.0, False, None, False, False, _attended, None, config)
+    calls: dict[str, Callable[[], Any]] = {
+        "us": lambda: THEIRS[way].apply(*given),
+        "exchange_us": lambda: _exchange(way, (q, k, v)),
+    }
+    (copies, repeats), found = _repeats(tokens), {}
+    for name, call in calls.items():
+        times_us = []
+        for _ in range(repeats + 1):
+            distributed.barrier()
+            repeated = functools.partial(_repeat, call, copies)
+            times_us.append(1e6 * host_s(repeated) if device.type == "cpu" else 1e3 * device_ms(repeated))
+        found[name] = statistics.median(times_us[1:]) / copies
+    return found
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def _device(endpoint: Any) -> torch.device:
+    return getattr(endpoint, "torch_device", torch.device("cpu"))
+
+
+def _inputs(tokens: int, heads: int, dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return tuple([torch.randn((1, tokens, heads, dim), device=device).to(dtype) for _ in range(3)])
+
+
+def _repeats(tokens: int) -> tuple[int, int]:
+    """Copies in a graph and measured runs, so that none takes long."""
+    return (4, 7) if tokens < 50_000 else (1, 4) if tokens < 150_000 else (1, 3)
+
+
+def _repeat(call: Callable[[], Any], copies: int) -> None:
+    for _ in range(copies):
+        call()
+
+
+@functools.cache
+def _config(way: str, device: torch.device, rank: int) -> ParallelConfig:
+    shape = (2, 1) if way == "ring" else (1, 2)
+    mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("ring", "ulysses"))
+    config = ParallelConfig(context_parallel_config=ContextParallelConfig(**{f"{way}_degree": 2}))
+    config.setup(rank, 2, device, mesh=mesh)
+    return config
+
+
+def _attended(
+    _: object, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """In place of diffusers' own: gfgen's call of the kernel. The sixth of `rest` is `return_lse`."""
+    if not rest[5]:
+        return attend(query, key, value, None)
+    out, lse = attend_with_lse(query, key, value, None)
+    return out, lse.transpose(1, 2)
+
+
+def _exchange(way: str, tensors: tuple[Tensor, ...]) -> None:
+    """What diffusers moves, without its permutes and merges."""
+    if way == "ring":
+        own = torch.cat([x.flatten() for x in tensors[1:]])
+        distributed.all_gather_into_tensor(own.new_empty(2 * own.numel()), own)
+        return
+    for x in (*tensors, tensors[0]):
+        distributed.all_to_all_single(torch.empty_like(x).flatten(), x.flatten())
+
+
+# In the process that asks ---------------------------------------------------------------------------
+
+
+def on_cpus(program: Callable[..., Times], *arguments: Any) -> list[Times]:
+    """On two new CPU ranks with arenas in main memory."""
+    plan = ArenaPlan(data_bytes=4 * MIB)
+    fds = {rank: create_arena(plan, rank=rank, incarnation=1) for rank in (0, 1)}
+    try:
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+            tasks = [pool.submit(_on_cpu, rank, plan, fds, program, arguments) for rank in fds]
+            return [task.result() for task in tasks]
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _on_cpu(rank: int, plan: ArenaPlan, fds: Any, program: Callable[..., Times], arguments: Any) -> Times:
+    torch.set_num_threads(1)
+    return program(Endpoint(plan, rank=rank, fds=fds, incarnations={0: 1, 1: 1}), 1, *arguments)
 
 
 @dataclass(slots=True)
@@ -73,6 +192,7 @@ class Rows:
     """What was measured, kept in a file row by row; what is there already is not measured again."""
 
     path: Path
+    until_s: float
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,309 +200,79 @@ class Rows:
             row = json.loads(line)
             self.found[row["name"]] = row
 
-    def add(self, name: str, **values: Any) -> None:
+    def add(self, name: str, run: Run, *program: Any) -> None:
+        """The slower rank's times, unless there is no time left."""
+        if name in self.found or time.monotonic() > self.until_s:
+            return
+        times = run(*program)
+        values = {key: max(rank[key] for rank in times) for key in times[0]}
         self.found[name] = {"name": name, **values}
         with self.path.open("a") as file:
             file.write(json.dumps(self.found[name]) + "\n")
-        click.echo(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()))
+        click.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
 
-    def value(self, name: str, key: str = "us") -> float | None:
-        return self.found.get(name, {}).get(key)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    def us(self, name: str) -> float | None:
+        return self.found.get(name, {}).get("us")
 
 
-def on_gpus() -> tuple[CudaRanks, Run]:
-    """Two ranks with an endpoint for each transport."""
-    ranks = CudaRanks(2, GPU_PLAN)
-    size = arena_bytes(HOST_PLAN)
-    arenas = {rank: create_arena(HOST_PLAN, rank=rank, incarnation=1, num_bytes=size) for rank in (0, 1)}
-    pages = {rank: create_arena(CONTROL_PLAN, rank=rank, incarnation=1) for rank in (0, 1)}
-    for rank in (0, 1):
-        ranks.submit(rank, measure_host.add_host, HOST_PLAN, os.getpid(), arenas, pages[rank])
-    for rank in (0, 1):
-        ranks.result(rank)
-    return ranks, lambda program, *arguments: ranks.run((0, 1), program, *arguments)
-
-
-def on_cpus() -> Run:
-    """Two CPU ranks for each program: both transports are arenas in main memory."""
-    context = multiprocessing.get_context("fork")
-    plan = ArenaPlan(data_bytes=4 * MIB)
-
-    def run(program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        arenas = {
-            transport: {rank: create_arena(plan, rank=rank, incarnation=1) for rank in (0, 1)}
-            for transport in TRANSPORTS
-        }
-
-        def serve(rank: int, pipe: Any) -> None:
-            torch.set_num_threads(1)
-            incarnations = {0: 1, 1: 1}
-            for transport, fds in arenas.items():
-                endpoint = Endpoint(plan, rank=rank, fds=fds, incarnations=incarnations)
-                measure_host._ENDPOINTS[transport] = endpoint
-            pipe.send(program(endpoint, *arguments))
-
-        pipes = [context.Pipe() for _ in range(2)]
-        processes = [context.Process(target=serve, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)]
-        for process in processes:
-            process.start()
-        for _, theirs in pipes:
-            theirs.close()
-        for fd in [fd for fds in arenas.values() for fd in fds.values()]:
-            os.close(fd)
-        found = [ours.recv() for ours, _ in pipes]
-        for process in processes:
-            process.join()
-        return found
-
-    return run
-
-
-@dataclass(slots=True)
-class Measuring:
-    """One run: ranks, what they have found, and when to stop."""
-
-    run: Run
-    rows: Rows
-    ends_s: float
-    has_gpus: bool
-    tokens: Sequence[int] = TOKENS
-    dims: Sequence[int] = DIMS
-    sizes: Sequence[int] = SIZES
-    shapes: Sequence[ForwardShape] = SHAPES
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1, 100_000))
-
-    @property
-    def left_s(self) -> float:
-        return self.ends_s - time.monotonic()
-
-    def _slower(self, name: str, program: Callable[..., Any], *arguments: Any) -> None:
-        """One row: microseconds of the slower rank."""
-        if name not in self.rows.found and self.left_s > 0:
-            self.rows.add(name, us=max(self.run(program, next(self.numbers), *arguments)))
-
-    def check(self, exact: Sequence[tuple[int, int, int]], *, tokens: int, count: int) -> None:
-        """Raises: SystemExit if anything is wrong, since times would mean nothing."""
-        if "checks" in self.rows.found:
-            return
-        found = self.run(measure_host.wrong_bytes, next(self.numbers), exact)
-        wrong = [each for part in found for each in part]
-        mixed = sum(self.run(measure_host.mixed_sequences, next(self.numbers), count, 5))
-        bits = [
-            self.run(measure_host.attention_bits, next(self.numbers), tokens, HEADS, link)[0]
-            for link in (0, 12)
-        ]
-        same = all(value for each in bits for name, value in each.items() if name.endswith("bits"))
-        if wrong or mixed or not same:
-            raise SystemExit(f"WRONG: exact bytes {wrong}; {mixed} items of {count} dispatches; {bits}")
-        self.rows.add("checks", shapes=len(exact), dispatches=count, bits=bits)
-
-    def exchanges(self) -> None:
-        for size, (transport, link) in itertools.product(self.sizes, OVER):
-            name = f"exchange {size} {transport} {link}"
-            self._slower(name, measure_host.exchange_us, transport, link, size)
-
-    def attention(self, tokens: int) -> None:
-        """On one GPU, half of its heads there, and shared by two."""
-        for dim in self.dims:
-            for label, heads in (("alone", HEADS), ("half", HEADS // 2)):
-                name = f"attention {tokens} {dim} {label}"
-                self._slower(name, measure_host.attention_us, "host", 0, None, tokens, heads, dim)
-            for (way, layout), (transport, link) in itertools.product(WAYS.items(), OVER):
-                if way == "ulysses" and (link or tokens == max(self.tokens)):
-                    continue
-                name = f"attention {tokens} {dim} {way} {transport} {link}"
-                what = (transport, link, layout, tokens, HEADS, dim)
-                self._slower(name, measure_host.attention_us, *what)
-
-    def forwards(self) -> None:
-        """Each transformer is made once for one GPU and once for two."""
-        kinds: tuple[Branches, ...] = ("one", "in turn")
-        for model in dict.fromkeys(shape.model for shape in self.shapes):
-            cases = [(each, kind) for each in self.shapes if each.model == model for kind in kinds]
-            for shape, branches in cases:
-                self._forward(shape, branches, "alone", None, "host", (0,))
-            for shape, branches in cases:
-                ways = WAYS if branches == "one" else {"cfg": Layout((0, 1), cfg=2)}
-                for (way, layout), transport in itertools.product(ways.items(), TRANSPORTS):
-                    links = LINKS if transport == "host" and way != "ulysses" else (0,)
-                    self._forward(shape, branches, way, layout, transport, links)
-
-    def _forward(
-        self,
-        shape: ForwardShape,
-        branches: Branches,
-        way: str,
-        layout: Layout | None,
-        transport: str,
-        links: Sequence[int],
-    ) -> None:
-        names = {link: f"forward {shape.name} {branches} {way} {transport} {link}" for link in links}
-        if self.left_s < 15 * self.has_gpus or set(names.values()) <= self.rows.found.keys():
-            return
-        given = (transport, links, layout, shape, branches)
-        found = self.run(measure_host.forward_ms, next(self.numbers), *given)
-        if errors := [each["error"] for each in found if "error" in each]:
-            click.echo(f"{names[links[0]]}: {errors[0]}")
-            return
-        for link, name in names.items():
-            self.rows.add(name, us=1e3 * max(each[str(link)] for each in found))
-
-    def nccl(self, *, seconds: float) -> None:
-        """diffusers' attention over NCCL, in processes of their own."""
-        cases = [
-            (tokens, HEADS, dim)
-            for tokens, dim in itertools.product(self.tokens, self.dims)
-            if f"nccl {tokens} {dim} ring" not in self.rows.found
-        ]
-        if not cases or self.left_s < 1:
-            return
-        env = os.environ | {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "rows"
-            words = [sys.executable, "-m", "benchmarks.measure_nccl", "--store", f"{folder}/store"]
-            words += ["--device", "cuda" if self.has_gpus else "cpu", "--cases", json.dumps(cases)]
-            words += ["--output", str(output), "--seconds", str(min(seconds, self.left_s))]
-            ranks = [subprocess.Popen([*words, "--rank", str(rank)], env=env) for rank in (0, 1)]
-            try:
-                for rank in ranks:
-                    rank.wait(timeout=min(seconds, self.left_s) + 40)
-            except subprocess.TimeoutExpired:
-                click.echo("the ranks of NCCL took too long")
-            finally:
-                for rank in ranks:
-                    rank.kill()
-                    rank.wait()
-            for line in output.read_text().splitlines() if output.exists() else ():
-                row = json.loads(line)
-                name = f"nccl {row.pop('tokens')} {row.pop('dim')} {row.pop('way')}"
-                self.rows.add(name, **row)
-
-
-# Tables ---------------------------------------------------------------------------------------------
+def measure(rows: Rows, run: Run, transport: str, cases: Sequence[tuple[int, int]]) -> None:
+    """Attention alone, half of its heads alone, shared; over main memory also diffusers'."""
+    for tokens, dim in cases:
+        for label, heads in (("alone", HEADS), ("half", HEADS // 2)):
+            rows.add(f"{tokens} {dim} {label}", run, ours, None, tokens, heads, dim, 0)
+        for (way, layout), link in itertools.product(WAYS.items(), LINKS[transport]):
+            if way != "ulysses" or (not link and tokens < max(TOKENS)):
+                name = f"{tokens} {dim} {way} {transport} {link}"
+                rows.add(name, run, ours, layout, tokens, HEADS, dim, link)
+        for way in THEIRS if transport == "host" else ():
+            with tempfile.TemporaryDirectory() as folder:
+                rows.add(f"{tokens} {dim} {way} nccl 0", run, theirs, way, tokens, dim, f"{folder}/store")
 
 
 def tables(rows: Rows) -> Iterator[str]:
     """Markdown of what was measured."""
-    yield "\n| bytes each way | over | limit, GB/s | us | GB/s |\n|---|---|---|---|---|"
+    yield "\n| tokens | dim | one GPU, ms | half | way | over | limit, GB/s | MB each way | ms | gain |"
+    yield "|---" * 10 + "|"
+    cases: dict[tuple[int, int], tuple[float, float]] = {}
     for row in rows.found.values():
-        if row["name"].startswith("exchange"):
-            _, size, transport, link = row["name"].split()
-            rate = int(size) / row["us"] / 1e3
-            yield f"| {int(size):,} | {transport} | {_limit(link)} | {row['us']:.1f} | {rate:.1f} |"
-    yield from _attention_table(rows)
-    yield from _nccl_table(rows)
-    yield from _forward_table(rows)
-
-
-def _limit(link: str | int) -> str:
-    return str(link) if int(link) else "-"
-
-
-def _rate(rows: Rows, transport: str, link: str | int) -> float:
-    """Bytes a microsecond of the largest exchange that was measured; infinite if none was."""
-    found = [
-        int(row["name"].split()[1]) / row["us"]
-        for row in rows.found.values()
-        if row["name"].startswith("exchange") and row["name"].endswith(f" {transport} {link}")
-    ]
-    return found[-1] if found else math.inf
-
-
-def _attention_table(rows: Rows) -> Iterator[str]:
-    yield "\nBound: one GPU's time over that of half of the heads, or of the exchange if that is longer."
-    header = (
-        "| tokens | dim | one GPU, ms | half | way | over | limit, GB/s | MB each way | ms | gain | bound |"
+        tokens, dim, way, *over = row["name"].split()
+        alone, half = (rows.us(f"{tokens} {dim} {each}") for each in ("alone", "half"))
+        if over and alone and half:
+            cases[int(tokens), int(dim)] = alone, half
+            yield (
+                f"| {int(tokens):,} | {dim} | {alone / 1e3:.2f} | {half / 1e3:.2f} | {way} | {over[0]} | "
+                f"{over[1] if over[1] != '0' else '-'} | {moved_bytes(int(tokens), int(dim)) / 1e6:.0f} | "
+                f"{row['us'] / 1e3:.2f} | {alone / row['us']:.2f} |"
+            )
+    yield (
+        "\ndiffusers over NCCL without peers: the faster one of its Ulysses and ring. A: attention on two "
+        "without exchanges; X: the exchange alone over NCCL.\n"
     )
-    yield f"{header}\n{'|---' * 11}|"
-    for row in rows.found.values():
-        words = row["name"].split()
-        if words[0] != "attention" or len(words) < 6:
+    yield (
+        "| tokens | dim | diffusers, ms | by | A | X | GB/s | ours, ms | by | times | (A + X) / A | share |"
+    )
+    yield "|---" * 12 + "|"
+    for (tokens, dim), (_, half) in sorted(cases.items()):
+        found = {way: rows.found.get(f"{tokens} {dim} {way} nccl 0") for way in THEIRS}
+        own = {way: us for way in WAYS if (us := rows.us(f"{tokens} {dim} {way} host 0"))}
+        if not own or not any(found.values()):
             continue
-        _, tokens, dim, way, transport, link = words
-        alone, half = (rows.value(f"attention {tokens} {dim} {each}") for each in ("alone", "half"))
-        if alone is None or half is None:
-            continue
-        moved = _attention_bytes(int(tokens), HEADS, int(dim))
-        bound = alone / max(half, moved / _rate(rows, transport, link))
+        best = min((row for row in found.values() if row), key=lambda row: row["us"])
+        way = min(own, key=own.__getitem__)
+        bound, gain = (half + best["exchange_us"]) / half, best["us"] / own[way]
+        rate = moved_bytes(tokens, dim) / best["exchange_us"] / 1e3
         yield (
-            f"| {int(tokens):,} | {dim} | {alone / 1e3:.2f} | {half / 1e3:.2f} | {way} | {transport} | "
-            f"{_limit(link)} | {moved / 1e6:.0f} | {row['us'] / 1e3:.2f} | {alone / row['us']:.2f} | "
-            f"{bound:.2f} |"
+            f"| {tokens:,} | {dim} | {best['us'] / 1e3:.2f} | {best['name'].split()[2]} | {half / 1e3:.2f} | "
+            f"{best['exchange_us'] / 1e3:.2f} | {rate:.1f} | {own[way] / 1e3:.2f} | {way} | {gain:.2f} | "
+            f"{bound:.2f} | {gain / bound:.0%} |"
         )
 
 
-def _attention_bytes(tokens: int, heads: int, dim: int) -> float:
+def moved_bytes(tokens: int, dim: int) -> float:
     """What each of two ranks sends: queries, keys and values of the other's heads, and results; in a ring
     keys and values of all heads, which are as many bytes.
     """
-    return 4 * (tokens / 2) * (heads / 2) * dim * 2
-
-
-def _nccl_table(rows: Rows) -> Iterator[str]:
-    yield (
-        "\ndiffusers over NCCL without peers: the faster one of its Ulysses and ring. A: attention on two "
-        "without exchanges; X: the exchange alone over NCCL. Goal: 1.6 times at 18,480 tokens of 128, "
-        "elsewhere 85% of (A + X) / A."
-    )
-    header = (
-        "| tokens | dim | diffusers, ms | by | A | X | GB/s | ours, ms | by | times | (A + X) / A | share |"
-    )
-    yield f"{header}\n{'|---' * 12}|"
-    for tokens, dim in sorted(
-        {
-            tuple(map(int, row["name"].split()[1:3]))
-            for row in rows.found.values()
-            if row["name"][:4] == "nccl"
-        }
-    ):
-        theirs = {way: rows.found.get(f"nccl {tokens} {dim} {way}") for way in ("ulysses", "ring")}
-        best = min((row for row in theirs.values() if row), key=lambda row: row["us"])
-        ours = {way: rows.value(f"attention {tokens} {dim} {way} host 0") for way in WAYS}
-        times = {way: us for way, us in ours.items() if us is not None}
-        half = rows.value(f"attention {tokens} {dim} half")
-        if not times or half is None:
-            continue
-        way = min(times, key=lambda each: times[each])
-        bound, gain = (half + best["exchange_us"]) / half, best["us"] / times[way]
-        rate = _attention_bytes(tokens, HEADS, dim) / best["exchange_us"] / 1e3
-        yield (
-            f"| {tokens:,} | {dim} | {best['us'] / 1e3:.2f} | {best['name'].split()[-1]} | "
-            f"{half / 1e3:.2f} | {best['exchange_us'] / 1e3:.2f} | {rate:.1f} | "
-            f"{times[way] / 1e3:.2f} | {way} | {gain:.2f} | {bound:.2f} | {gain / bound:.0%} |"
-        )
-
-
-def _forward_table(rows: Rows) -> Iterator[str]:
-    yield "\nBound: one GPU's time over half of it, or over the time of the exchanges if that is longer."
-    header = "| forward | one GPU, ms | way | over | limit, GB/s | MB each way | ms | gain | bound | goal |"
-    yield f"{header}\n{'|---' * 10}|"
-    for shape, branches in itertools.product(SHAPES, ("one", "in turn")):
-        prefix = f"forward {shape.name} {branches}"
-        alone = rows.value(f"{prefix} alone host 0")
-        for row in rows.found.values():
-            if alone is None or not row["name"].startswith(prefix) or " alone " in row["name"]:
-                continue
-            way, transport, link = row["name"].removeprefix(prefix).split()
-            moved = _forward_bytes(shape, way)
-            bound = alone / max(alone / 2, moved / _rate(rows, transport, link))
-            goal = GOALS["cfg 2" if way == "cfg" else shape.name]
-            yield (
-                f"| {shape.name}{', guided' if way == 'cfg' else ''} | {alone / 1e3:.1f} | {way} | "
-                f"{transport} | {_limit(link)} | {moved / 1e6:.0f} | {row['us'] / 1e3:.1f} | "
-                f"{alone / row['us']:.2f} | {bound:.2f} | {goal} |"
-            )
-
-
-def _forward_bytes(shape: ForwardShape, way: str) -> float:
-    if way == "cfg":
-        return float(shape.num_tokens * LATENT_BYTES[shape.model])
-    joint = TEXT_TOKENS[shape.model][0] if shape.model == QWEN else 0
-    return LAYERS[shape.model] * _attention_bytes(shape.num_tokens + joint, BLOCK_HEADS, BLOCK_DIM)
+    return 4 * (tokens / 2) * (HEADS / 2) * dim * 2
 
 
 @click.command(help=__doc__)
@@ -390,37 +280,26 @@ def _forward_bytes(shape: ForwardShape, way: str) -> float:
 @click.option("--rehearse", is_flag=True, help="On CPU ranks, with small shapes.")
 @click.option("--seconds", type=float, default=430.0, help="Begin nothing after so many; 0: tables only.")
 def main(folder: Path, rehearse: bool, seconds: float) -> None:
-    began_s = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    rows = Rows(folder / "rows.jsonl")
-    ends_s = began_s + seconds
-    if rehearse:
-        measuring = Measuring(on_cpus(), rows, ends_s, has_gpus=False)
-        measuring.tokens, measuring.dims, measuring.sizes = (64, 130), (16,), (256, 4096)
-        measuring.check(EXACT[:3], tokens=203, count=300)
-        measure(measuring)
-    elif seconds > 0:
-        ranks, run = on_gpus()
+    rows = Rows(folder / "rows.jsonl", time.monotonic() + seconds)
+    os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    for transport in LINKS if seconds > 0 else ():
+        if rehearse:
+            measure(rows, on_cpus, transport, [(64, 16), (130, 16)])
+            continue
+        is_far = transport == "host"
+        ranks = CudaRanks(2, HOST_PLAN if is_far else GPU_PLAN, near=[(0,), (1,)] if is_far else None)
+
+        def run(program: Any, *given: Any, ranks: CudaRanks = ranks) -> list[Times]:
+            return ranks.run((0, 1), program, ranks.next_dispatch(), *given)
+
         try:
-            measuring = Measuring(run, rows, ends_s, has_gpus=True)
-            measuring.check(EXACT, tokens=5070, count=10_000)
-            measure(measuring)
+            measure(rows, run, transport, list(itertools.product(TOKENS, DIMS)))
         finally:
             ranks.close()
     text = "\n".join(tables(rows))
     (folder / "tables.md").write_text(text + "\n")
     click.echo(text)
-    click.echo(f"\n{time.monotonic() - began_s:.0f} s")
-
-
-def measure(measuring: Measuring) -> None:
-    """What is most wanted comes first."""
-    measuring.exchanges()
-    for tokens in measuring.tokens[:-1]:
-        measuring.attention(tokens)
-    measuring.nccl(seconds=90)
-    measuring.forwards()
-    measuring.attention(measuring.tokens[-1])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ import torch
 from diffusers import ContextParallelConfig
 from torch import Tensor
 
-from benchmarks.measured import MeasuredShape
-from benchmarks.timing import device_ms
+from benchmarks.measured import MeasuredShape, device_ms
 from gfgen.gfc.cuda.captured import Captured, CapturedAlone
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup

@@ -1,14 +1,16 @@
-"""What the benchmarks of models give to them."""
+"""What benchmarks of models have in common: shapes, choices of cases, results, times."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,25 @@ def keep(folder: Path | None, name: str, content: Any, text: str) -> None:
         stem = folder / f"{time.strftime('%Y-%m-%d')}-{name}"
         stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
         stem.with_suffix(".md").write_text(text + "\n")
+
+
+def device_ms(run: Callable[[], Any]) -> float:
+    """Milliseconds on the GPU, from the launch of a call until it is done."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def host_s(run: Callable[[], Any]) -> float:
+    """Seconds from an idle device to an idle device; also without a GPU."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    run()
+    if has_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_s

@@ -21,7 +21,7 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
 from torch import Tensor
 
-from benchmarks.timing import host_s
+from benchmarks.measured import host_s
 from gfgen.models.fast import causal_vae
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component

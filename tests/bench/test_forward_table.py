@@ -17,7 +17,11 @@ from gfgen.errors import InputError, WorkerError
 
 def test_every_shape_is_measured_in_every_way_on_every_number_of_gpus():
     cells = cells_of(num_gpus=4)
-    assert len({cell.name for cell in cells}) == len(cells) == 3 * 8 * (2 + 2 + 2) + 2 * 2 + 8 * (3 * 2 + 2)
+    assert (
+        len({cell.name for cell in cells})
+        == len(cells)
+        == 3 * 8 * (2 + 2 + 2) + 2 * 2 + 8 * (3 * 2 + 2) + 2 * 8 * 3
+    )
     assert {cell.degree for cell in cells_of(num_gpus=3)} == {1, 2}
 
 
@@ -30,7 +34,11 @@ def test_diffusers_own_come_before_ours_in_each_process():
 def test_each_transformer_is_made_once_in_a_process():
     cells = cells_of(num_gpus=4)
     keys = [
-        (cell.degree, cell.shape.model, cell.way if cell.way.startswith("diffusers") else "ours")
+        (
+            cell.degree,
+            cell.shape.model,
+            cell.way if cell.way.startswith("diffusers") else cell.way in forward.HOST,
+        )
         for cell in cells
     ]
     changes = [key for idx, key in enumerate(keys) if idx == 0 or keys[idx - 1] != key]
