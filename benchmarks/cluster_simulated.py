@@ -8,7 +8,7 @@ extrapolated. A perfect split is the time of all jobs on one rank, divided by al
 
 from __future__ import annotations
 
-import platform
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from unittest import mock
 
 import click
 
+from benchmarks.measured import about, head, row
 from gfgen.bench.workloads import (
     Name,
     StandAlone,
@@ -34,7 +35,6 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, load_profile
 from gfgen.runtime.predict.profile_store import SHIPPED
 from gfgen.runtime.simulate.simulation import Simulated, simulate
-from gfgen.system.machine import cpu_name
 
 MODEL, NUM_RANKS = "qwen-image", 8
 
@@ -93,60 +93,43 @@ def attainment(run: Simulated) -> float:
     return sum(bool(outcome.met_deadline) for outcome in due) / len(due)
 
 
-def splits(study: Study, num_jobs: int, counts: Sequence[int], policy: str) -> None:
-    click.echo(f"\n{num_jobs} jobs at once, {policy}\n")
-    click.echo("| nodes | perfect split s | makespan s | longer by | ranks busy | driver ms per job |")
-    click.echo("|---|---|---|---|---|---|")
+def table(study: Study, num_jobs: int, counts: Sequence[int], policy: str, load: float | None) -> None:
+    """Of jobs at once, or of jobs with deadlines that arrive over time at this load."""
+    when = "at once" if load is None else f"that arrive over time, load {load}"
+    click.echo(f"\n{num_jobs} jobs {when}, {policy}\n")
+    columns = "perfect split s, makespan s, longer by, ranks busy"
+    columns = columns if load is None else "deadlines met, on one machine, points"
+    click.echo(head("nodes", *columns.split(", "), "driver ms per job"))
     for num_nodes in counts:
-        jobs = study.jobs("overnight", num_jobs=num_jobs, num_nodes=num_nodes)
-        best_s = study.perfect_s(jobs, NUM_RANKS * num_nodes)
+        num_ranks = NUM_RANKS * num_nodes
+        name: Name = "overnight" if load is None else "short"
+        jobs = study.jobs(name, num_jobs=num_jobs, num_nodes=num_nodes, load=load or 1.0)
         run, driver_ms = study.on_nodes(jobs, policy, num_nodes)
-        made_s, busy = run.summary.makespan_s, run.summary.utilisation
-        assert run.summary.num_done == num_jobs
-        click.echo(
-            f"| {num_nodes} | {best_s:.1f} | {made_s:.1f} | {made_s / best_s - 1:.1%} | {busy:.1%} "
-            f"| {driver_ms:.2f} |"
-        )
+        assert load or run.summary.num_done == num_jobs
+        if load is None:
+            best_s, made_s = study.perfect_s(jobs, num_ranks), run.summary.makespan_s
+            longer, busy = f"{made_s / best_s - 1:.1%}", f"{run.summary.utilisation:.1%}"
+            cells = [f"{best_s:.1f}", f"{made_s:.1f}", longer, busy]
+        else:
+            split, one = attainment(run), attainment(study.on_one(jobs, policy, num_ranks))
+            cells = [f"{split:.2%}", f"{one:.2%}", f"{100 * (split - one):+.2f}"]
+        click.echo(row(num_nodes, *cells, f"{driver_ms:.2f}"))
 
 
-def deadlines(study: Study, num_jobs: int, counts: Sequence[int], policy: str, load: float) -> None:
-    click.echo(f"\n{num_jobs} jobs that arrive over time, load {load}, {policy}\n")
-    click.echo(
-        "| nodes | deadlines met | on one machine | points | driver ms per job |\n|---|---|---|---|---|"
-    )
-    for num_nodes in counts:
-        jobs = study.jobs("short", num_jobs=num_jobs, num_nodes=num_nodes, load=load)
-        run, driver_ms = study.on_nodes(jobs, policy, num_nodes)
-        split, one = attainment(run), attainment(study.on_one(jobs, policy, NUM_RANKS * num_nodes))
-        click.echo(
-            f"| {num_nodes} | {split:.2%} | {one:.2%} | {100 * (split - one):+.2f} | {driver_ms:.2f} |"
-        )
-
-
-@click.command()
+@click.command(help=__doc__)
 @click.option("--jobs", "num_jobs", type=click.IntRange(1), default=10_000, show_default=True)
 @click.option("--nodes", default="1,2,4,8,16", show_default=True)
-@click.option("--split", "split_policies", multiple=True, help="Policies for jobs at once.")
-@click.option("--due", "due_policies", multiple=True, help="Policies for jobs with deadlines.")
+@click.option("--split", multiple=True, default=("makespan",), help="Policies for jobs at once.")
+@click.option("--due", multiple=True, help="Policies for jobs with deadlines.")
 @click.option("--load", "loads", type=float, multiple=True, default=(0.8,), show_default=True)
 def main(
-    *,
-    num_jobs: int,
-    nodes: str,
-    split_policies: tuple[str, ...],
-    due_policies: tuple[str, ...],
-    loads: tuple[float, ...],
+    *, num_jobs: int, nodes: str, split: tuple[str, ...], due: tuple[str, ...], loads: tuple[float, ...]
 ) -> None:
-    """The split of work and the deadlines met by nodes of 8 H200."""
     profile = load_profile(SHIPPED / "h200.json")
     study = Study(profile, stand_alone(weightless_model(MODEL), CostModel(profile)))
-    counts = [int(count) for count in nodes.split(",")]
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
-    for policy in split_policies:
-        splits(study, num_jobs, counts, policy)
-    for policy in due_policies:
-        for load in loads:
-            deadlines(study, num_jobs, counts, policy, load)
+    click.echo(about())
+    for policy, load in [*((each, None) for each in split), *itertools.product(due, loads)]:
+        table(study, num_jobs, [int(count) for count in nodes.split(",")], policy, load)
 
 
 if __name__ == "__main__":

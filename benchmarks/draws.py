@@ -10,15 +10,14 @@ Half of the pictures that a call takes have the size of the job, the others any 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from PIL import Image
 from small_checkpoints import save_checkpoint
 from small_pipelines import SIDE
 
-from benchmarks.pipelines import REGISTRY
-from gfgen.errors import JobError, ModelError, in_one_line
+from benchmarks.measured import head, row
+from benchmarks.pipelines import in_child, verified
+from gfgen.errors import JobError, ModelError, WorkerError, in_one_line
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.call import FLAG, NUMBER, WHOLE, CallSignature
@@ -90,21 +90,11 @@ class Draws:
     def row(self) -> str:
         counts = [self.counts[name] for name in ("refused", "call", "unknown", "ran")]
         wrong = [len(each) for each in (self.failed, self.failed_unknown, self.refused_in_vain)]
-        return f"| {self.name} | {' | '.join(map(str, [*counts, *wrong]))} | {self.seconds:.0f} |"
+        return row(self.name, *counts, *wrong, f"{self.seconds:.0f}")
 
 
-COLUMNS = (
-    "class",
-    "by fields",
-    "by its call",
-    "call unknown",
-    "ran",
-    "failed, clean",
-    "failed, unknown",
-    "refused, runs",
-    "s",
-)
-HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+COLUMNS: tuple[str, ...] = ("class", "by fields", "by its call", "call unknown", "ran")
+COLUMNS += ("failed, clean", "failed, unknown", "refused, runs", "s")
 
 
 def drawn_jobs(geometry: Any, *, num: int, usual: JobSpec, folder: Path, seed: int = 5) -> Iterator[JobSpec]:
@@ -251,18 +241,9 @@ def _run(adapter: Any, spec: JobSpec) -> str | None:
     return None
 
 
-def verified() -> Sequence[str]:
-    """The classes that `gfgen models` lists as running."""
-    listed: Mapping[str, Sequence[str]] = json.loads(REGISTRY.read_text())
-    return [name for name, (how, _) in listed.items() if how in ("in steps", "as one task")]
-
-
-def _too_long(*_: object) -> None:
-    raise _TooLongError("took longer than its limit")
-
-
-class _TooLongError(BaseException):
-    pass
+def saved_draws(name: str, folder: Path, num: int) -> Draws:
+    """Of a small checkpoint, which is saved there."""
+    return draws_of(name, save_checkpoint(name, folder / name, changes=CHANGES.get(name)), num=num)
 
 
 def main() -> None:
@@ -273,20 +254,15 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGALRM, _too_long)
-    rows, notes = [HEAD], []
+    rows, notes = [head(*COLUMNS)], []
     for name in options.names or verified():
         with tempfile.TemporaryDirectory() as folder:
-            signal.alarm(options.limit)
             try:
-                checkpoint = save_checkpoint(name, Path(folder) / name, changes=CHANGES.get(name))
-                made = draws_of(name, checkpoint, num=options.draws)
-            except (Exception, _TooLongError) as error:  # such as no small checkpoint
-                notes.append(f"- {name}: not drawn: {in_one_line(error, limit=120)}")
+                made = in_child(partial(saved_draws, name, Path(folder), options.draws), options.limit)
+            except WorkerError as error:  # such as no small checkpoint
+                notes.append(f"- {name}: not drawn: {error}")
                 print(notes[-1], flush=True)
                 continue
-            finally:
-                signal.alarm(0)
         rows.append(made.row())
         print(rows[-1], flush=True)
         for text in [*made.failed, *made.failed_unknown, *made.refused_in_vain][:6]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import platform
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,9 +12,9 @@ import click
 from fault_plan import FaultKind
 from fault_schedules import Fleet, ScheduleResult, make_schedule, run_schedule
 
+from benchmarks.measured import about, head, row
 from gfgen import log
 from gfgen.cli.options import FiniteRange
-from gfgen.system.machine import cpu_name
 
 
 def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[ScheduleResult]:
@@ -43,9 +43,8 @@ def table_of(results: Sequence[ScheduleResult], *, wall_s: float) -> Iterator[st
         "jobs doubled": sum(result.num_doubled for result in results),
         "schedules with anything wrong": sum(bool(result.problems) for result in results),
     }
-    yield "| | count |"
-    yield "|---|---|"
-    yield from (f"| {name} | {count} |" for name, count in rows.items())
+    yield head("", "count")
+    yield from itertools.starmap(row, rows.items())
 
 
 @click.command()
@@ -70,8 +69,7 @@ def main(*, schedules: int, seed: int, seconds: float | None) -> None:
         for problem in result.problems:
             click.echo(f"seed {result.seed}: {problem}", err=True)
     limit = "" if seconds is None else f" --seconds {seconds:g}"
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
-    click.echo(f"command: python -m benchmarks.faults --schedules {schedules} --seed {seed}{limit}\n")
+    click.echo(about(f"faults --schedules {schedules} --seed {seed}{limit}") + "\n")
     for line in table_of(results, wall_s=time.monotonic() - began_s):
         click.echo(line)
     wrong = [result.seed for result in results if result.problems]

@@ -1,6 +1,6 @@
 """Where the time of a forward goes, by kernels, on 1 and 2 GPUs.
 
-    python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
+    python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...]
 
 One forward of benchmarks/forward.py ("ours") under torch's profiler, then fourteen in a CUDA graph. Random
 weights; about 25 s a shape.
@@ -9,12 +9,9 @@ weights; about 25 s a shape.
 from __future__ import annotations
 
 import argparse
-import collections
-import json
 import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import measure_forward
 from benchmarks.forward import SHAPES
 from benchmarks.measure_forward import NUM_DISPATCHES, ForwardKind, ForwardShape
+from benchmarks.measured import head, row
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
@@ -42,7 +40,7 @@ WARM_UPS, REPEATS = 3, 14
 
 @torch.no_grad()
 def measure(endpoint: CudaEndpoint, shape: ForwardShape, layout: Layout, first: int) -> dict[str, Any]:
-    """A rank's kernels (microseconds and number, by name), and milliseconds in a graph."""
+    """A rank's kernels (name, begin and end in microseconds), and milliseconds in a graph."""
     run, groups = measure_forward.prepare(endpoint, shape, ForwardKind(is_ours=True), layout, first)
     assert groups is not None
     for _ in range(WARM_UPS):
@@ -52,33 +50,27 @@ def measure(endpoint: CudaEndpoint, shape: ForwardShape, layout: Layout, first: 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run(group)
         torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
-    spans = []
-    for event in profiled.events():
-        if event.device_type == DeviceType.CUDA:
-            kernels[event.name][0] += event.time_range.elapsed_us()
-            kernels[event.name][1] += 1
-            spans.append((event.time_range.start, event.time_range.end))
+    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
     captured = measure_forward.captured(run, groups())
     times_ms = [measure_forward.timed_ms(captured, groups) for _ in range(REPEATS)]
-    return {"kernels": dict(kernels), "spans_us": spans, "times_ms": times_ms}
+    return {"spans_us": spans, "times_ms": times_ms}
 
 
 def table_row(name: str, ranks: Sequence[dict[str, Any]]) -> str:
     """Of the first rank; milliseconds."""
     found = dict.fromkeys([*KINDS, "other"], 0.0)
-    for kernel, (duration_us, _) in ranks[0]["kernels"].items():
+    spans = sorted(ranks[0]["spans_us"], key=lambda span: span[1])
+    busy_us, end_us = 0.0, spans[0][1]
+    for kernel, start, stop in spans:
         kind = next((kind for kind, names in KINDS.items() if names.search(kernel)), "other")
-        found[kind] += duration_us / 1e3
-    spans = sorted(ranks[0]["spans_us"])
-    busy_us, end_us = 0.0, spans[0][0]
-    for start, stop in spans:
+        found[kind] += (stop - start) / 1e3
         busy_us += max(0.0, stop - max(start, end_us))
         end_us = max(end_us, stop)
-    whole_us = end_us - spans[0][0]
+    whole_us = end_us - spans[0][1]
     graph_ms = max(statistics.median(rank["times_ms"]) for rank in ranks)
     numbers = [*found.values(), busy_us / 1e3, whole_us / 1e3, graph_ms]
-    return f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |"
+    return row(name, *(f"{number:.1f}" for number in numbers))
 
 
 def main() -> None:
@@ -87,16 +79,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", default="1,2")
     parser.add_argument("--shape", action="append", choices=shapes, metavar="NAME")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     degrees = [int(number) for number in arguments.gpus.split(",")]
     try:
         check_num_gpus(max(degrees))
     except GfgenError as error:
         raise SystemExit(str(error)) from None
-    results: dict[str, Any] = {}
-    print(f"| ms | {' | '.join([*KINDS, 'other', 'busy', 'whole', 'in a graph'])} |")
-    print("|---" * (len(KINDS) + 5) + "|", flush=True)
+    print(head("ms", *KINDS, "other", "busy", "whole", "in a graph"), flush=True)
     for degree in degrees:
         layout = Layout(tuple(range(degree)), ulysses=degree)
         ranks = CudaRanks(degree, GPU_PLAN)
@@ -104,12 +93,9 @@ def main() -> None:
             for shape in map(shapes.__getitem__, arguments.shape or ["wan-1280x704x81"]):
                 first = ranks.next_dispatch(NUM_DISPATCHES)
                 found = ranks.run(layout.ranks, measure, shape, layout, first)
-                results[f"{shape.name}/{degree}"] = found
                 print(table_row(f"{shape.name}/{degree}", found), flush=True)
         finally:
             ranks.close()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,29 @@ Each pipeline runs in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from small_pipelines import CannotBuildError, pipeline_names, small_calls, small_pipeline
+from small_pipelines import CannotBuildError, small_calls, small_pipeline
 
-from benchmarks.pipelines import REGISTRY, in_child, quiet
-from gfgen.errors import JobError
+from benchmarks.measured import head, row
+from benchmarks.pipelines import in_child, quiet, verified
+from gfgen.errors import JobError, WorkerError
 from gfgen.job.fields import parse_fields
 from gfgen.job.images import ImageReader
-from gfgen.job.spec import JobSpec, numbered_name, with_defaults
+from gfgen.job.spec import JobSpec, with_defaults
 from gfgen.models.geometry.checkpoint import Checkpoint
 from gfgen.models.geometry.pipeline import PipelineGeometry, pipeline_geometry
 from gfgen.models.stepping.adapter import PipelineAdapter
 from gfgen.models.stepping.check import moved
 from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.files.outputs import read_metadata, write_output
+from gfgen.runtime.files.writer import frames_by_file
 
 TIMEOUT_S = 120
 SAME = "same bytes"
@@ -108,29 +110,12 @@ def _made(name: str, geometry: PipelineGeometry, spec: JobSpec, folder: Path) ->
         latents = moved(adapter.denoise(spec, prompt, condition, latents, step=step))
     frames = adapter.decode(spec, latents).tensors["frames"].numpy()
     options: dict[str, Any] = {"fps": spec.fps, "metadata": describe(spec)}
-    if geometry.kind == "video" or len(frames) == 1:
-        path = folder / ("a.mp4" if geometry.kind == "video" else "a.png")
-        write_output(frames, path, **options)
-        return [path]
-    paths = [folder / numbered_name("a.png", number) for number in range(1, len(frames) + 1)]
-    for number, path in enumerate(paths, start=1):
-        write_output(frames[number - 1 : number], path, place=(number, len(frames)), **options)
-    return paths
-
-
-def again_apart(name: str) -> str:
-    """The same in a child process, which may run out of memory or time."""
-
-    def found() -> str:
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return again(name, Path(folder))
-        except CannotBuildError as error:
-            return f"not tried: {error}"
-        except BaseException as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-    return in_child(found, TIMEOUT_S) or f"not tried: no result within {TIMEOUT_S} s"
+    path = folder / ("a.mp4" if geometry.kind == "video" else "a.png")
+    parts = frames_by_file(frames, path, fps=spec.fps)
+    for number, (each, part) in enumerate(parts.items(), start=1):
+        place = (number, len(parts)) if len(parts) > 1 else None
+        write_output(part, each, place=place, **options)
+    return [*parts]
 
 
 def main() -> None:
@@ -139,18 +124,18 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="a file for the table")
     options = parser.parse_args()
     quiet()
-    known = json.loads(REGISTRY.read_text())
-    names = [name for name in pipeline_names() if re.search(options.only, name)]
-    names = [name for name in names if known.get(name, [""])[0] in ("in steps", "as one task")]
     found = {}
-    for name in names:
-        found[name] = again_apart(name)
+    for name in (name for name in verified() if re.search(options.only, name)):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = in_child(partial(again, name, Path(folder)), TIMEOUT_S)
+            except WorkerError as error:
+                found[name] = str(error).replace("CannotBuildError:", "not tried:")
         print(f"{name}: {found[name]}", flush=True)
-    counts = Counter(text.partition(":")[0] for text in found.values())
-    print(dict(counts))
+    print(dict(Counter(text.partition(":")[0] for text in found.values())))
     if options.to is not None:
-        rows = [f"| {name} | {text.replace('|', '/')} |" for name, text in found.items()]
-        options.to.write_text("\n".join(["| pipeline | its line again |", "|---|---|", *rows]) + "\n")
+        rows = [row(name, text.replace("|", "/")) for name, text in found.items()]
+        options.to.write_text("\n".join([head("pipeline", "its line again"), *rows]) + "\n")
 
 
 if __name__ == "__main__":

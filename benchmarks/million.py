@@ -1,11 +1,10 @@
 """What many jobs cost the control process: admission, memory, time per decision, and going on after a stop.
 
-    python -m benchmarks.million [1000 10000 100000 1000000] [--most JOBS] [--to RESULTS.json]
+    python -m benchmarks.million [1000 10000 100000 1000000] [--to RESULTS.json]
 
 Admission, index, manifest, journal and live record are those of `gfgen run` with a tiny Qwen-Image. Only the
 ranks are simulated, in virtual time: four, whose tasks take 5 ms. A picture is a link to a file of one byte.
 The first run stops when a thousandth of the jobs are left, and the second one goes on, in another process.
-With --most, the first run stops after that many jobs, and the benchmark writes lines and links of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import json
 import os
 import resource
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,6 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Clock, OutputWritten, StopRequested
-from gfgen.runtime.files.index import INDEX_NAME
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes
@@ -150,20 +147,6 @@ def measure(jobs: Path, folder: Path, policy: str, stop_after: int) -> dict[str,
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def complete(folder: Path, number: int) -> None:
-    """Write what a run leaves of these jobs, after those that it did; their hashes are those of the index."""
-    manifest = folder / "manifest.jsonl"
-    entries = [json.loads(line) for line in manifest.read_bytes().splitlines()]
-    done, like = {entry["id"] for entry in entries}, entries[-1]
-    with sqlite3.connect(folder / INDEX_NAME) as db, manifest.open("a") as file:
-        for job_id, spec_hash in db.execute("SELECT id, spec_hash FROM lines ORDER BY id LIMIT ?", (number,)):
-            if job_id in done:
-                continue
-            own = {"id": job_id, "file": f"{job_id}.png", "spec_hash": spec_hash, "seed": int(job_id[1:])}
-            file.write(json.dumps({**like, **own}) + "\n")
-            os.symlink("byte", folder / f"{job_id}.png")
-
-
 def write_jobs(path: Path, number: int) -> None:
     with path.open("w") as file:
         for idx in range(number):
@@ -173,25 +156,18 @@ def write_jobs(path: Path, number: int) -> None:
             )
 
 
-def study(number: int, policy: str, place: str | None, most: int) -> dict[str, Any]:
+def study(number: int, policy: str, place: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=place) as name:
         jobs, folder = Path(name) / "jobs.jsonl", Path(name) / "out"
         folder.mkdir()
         (folder / "byte").write_bytes(b"x")
         write_jobs(jobs, number)
         row: dict[str, Any] = {"jobs": number}
-        num_first = number - max(10, number // 1000)
-        for part, stop_after in (("first", min(most, num_first)), ("second", -1)):
+        for part, stop_after in (("first", number - max(10, number // 1000)), ("second", -1)):
             command = [sys.executable, "-m", "benchmarks.million", "--one", str(jobs), str(folder), policy]
             begun_at = time.time()
-            row[part] = json.loads(
-                subprocess.run(
-                    [*command, str(stop_after)], stdout=subprocess.PIPE, text=True, check=True
-                ).stdout
-            )
+            row[part] = json.loads(subprocess.check_output([*command, str(stop_after)], text=True))
             row[part]["wall_s"] = round(time.time() - begun_at, 1)
-            if part == "first" and most < num_first:
-                complete(folder, num_first)
             begun_at, cpu_s = time.time(), cpu_of_children()
             status = [sys.executable, "-m", "gfgen", "status", str(folder)]
             text = subprocess.run(status, capture_output=True, text=True, check=False)
@@ -209,11 +185,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
     parser.add_argument("--policy", default="triage")
-    parser.add_argument("--most", type=int, default=10**9, help="jobs that the first run makes")
     parser.add_argument("--place", help="where the folders are made")
     parser.add_argument("--to", type=Path)
     given = parser.parse_args()
-    rows = [study(number, given.policy, given.place, given.most) for number in given.sizes]
+    rows = [study(number, given.policy, given.place) for number in given.sizes]
     text = json.dumps({"machine": cpu_name(), "policy": given.policy, "rows": rows}, indent=1)
     print(text)
     if given.to is not None:

@@ -29,6 +29,8 @@ import hypothesis
 import pytest
 import torch  # noqa: F401  (forks have what takes long to import)
 
+from benchmarks.measured import head, row
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"job": "test_job_", "policies": "policies/test_"}  # and how the paths of their tests begin
 PACKAGES |= {f"runtime/{name}": "runtime/test_" for name in ("control", "core", "files", "ipc", "predict")}
@@ -159,10 +161,10 @@ def main(sample: int, seed: int, packages: tuple[str, ...]) -> None:
             result = verdict(tests, fault, limit_s=limit_s)
             counts[str(Path(fault[0]).parent), result] += 1
             click.echo(f"{result} {fault[0]}#{fault[1]} {planted(fault)[1]}")
-    click.echo("| package | faults | killed | time-out | survived |\n|---|---|---|---|---|")
+    click.echo(head("package", "faults", "killed", "time-out", "survived"))
     for package in sorted({package for package, _ in counts}):
         numbers = [counts[package, result] for result in ("killed", "time-out", "survived")]
-        click.echo(f"| {' | '.join(map(str, [package, sum(numbers), *numbers]))} |")
+        click.echo(row(package, sum(numbers), *numbers))
 
 
 if __name__ == "__main__":

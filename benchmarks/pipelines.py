@@ -13,16 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import re
 import resource
 import signal
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from gfgen.errors import WorkerError, in_one_line
 
 REGISTRY = Path(__file__).parents[1] / "gfgen/models/families/pipelines.json"
 DOCS = Path(__file__).parents[1] / "docs/pipelines.md"
@@ -100,35 +105,38 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{at}"
 
 
-def check_apart(name: str) -> Result:
-    """Step one pipeline in a child process, which may run out of memory or time."""
+def in_child(work: Callable[[], Any], timeout_s: int) -> Any:
+    """What a function returns in a child process.
 
-    def found() -> str:
-        try:
-            return json.dumps(asdict(check(name)))
-        except BaseException as error:
-            return json.dumps(asdict(Result(name, "not built", f"{type(error).__name__}: {error}")))
-
-    if text := in_child(found, TIMEOUT_S):
-        return Result(**json.loads(text))
-    return Result(name, "not built", f"ends without a result within {TIMEOUT_S} s")
-
-
-def in_child(work: Callable[[], str], timeout_s: int) -> str:
-    """What a function returns in a child process; empty if it runs out of memory or time."""
+    Raises: WorkerError if it raises, or runs out of memory or time.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(timeout_s)
-        os.write(writer, work().encode())
+        try:
+            found = work()
+        except BaseException as error:
+            found = WorkerError(in_one_line(error))
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(found, pipe)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read().decode()
+        sent = pipe.read()
     os.waitpid(child, 0)
-    return text
+    found = pickle.loads(sent) if sent else WorkerError(f"ends without a result within {timeout_s} s")
+    if isinstance(found, WorkerError):
+        raise found
+    return found
+
+
+def verified() -> list[str]:
+    """The classes that `gfgen models` lists as running."""
+    listed = json.loads(REGISTRY.read_text())
+    return [name for name, (how, _) in listed.items() if how in ("in steps", "as one task")]
 
 
 def main() -> None:
@@ -150,16 +158,16 @@ def main() -> None:
     names = [name for name in pipeline_names() if re.search(options.only, name)]
     results = []
     for name in names:
-        result = check_apart(name)
+        try:
+            result = in_child(partial(check, name), TIMEOUT_S)
+        except WorkerError as error:
+            result = Result(name, "not built", str(error))
         results.append(result)
         print(f"{name}: {result.kind} {result.num_steps or ''} {result.note}"[:300], flush=True)
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(asdict(result) | {"seconds": round(result.seconds, 1)}) + "\n")
-    counts = {
-        kind: sum(result.kind == kind for result in results) for kind in sorted({x.kind for x in results})
-    }
-    print(counts)
+    print(dict(sorted(Counter(result.kind for result in results).items())))
 
 
 def read_results(path: Path) -> list[Result]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,9 @@ from statistics import median
 from typing import Any
 
 import click
+import psutil
 
+from benchmarks.measured import about, cpu_s, head, row
 from gfgen.cluster.member import MemberOptions
 from gfgen.cluster.ray_cluster import LOCAL, RayCluster
 from gfgen.cluster.ray_node import RayOptions
@@ -28,7 +29,6 @@ from gfgen.runtime.control.ranks import LOOKAHEAD_S
 from gfgen.runtime.simulate.simulation import OutcomeRecorder
 from gfgen.session.ranks import AskedRanks
 from gfgen.session.session import Session, SessionOptions
-from gfgen.system.machine import cpu_name
 
 MODEL = "shapes"
 
@@ -44,29 +44,15 @@ class Measured:
 
     @classmethod
     def of(cls, session: Session, lines: Sequence[dict[str, Any]]) -> Measured:
-        kept, jobs = OutcomeRecorder(), session.admit(lines)
-        began_s = processor_s(os.getpid())
+        kept, jobs, own = OutcomeRecorder(), session.admit(lines), psutil.Process()
+        processes = [own, *own.children(recursive=True)]
+        began_s = cpu_s(*processes)
         summary = session.run(jobs, observers=[kept])
-        used_s = processor_s(os.getpid()) - began_s
+        used_s = cpu_s(*processes) - began_s
         assert summary.num_done == len(lines), summary
         busy_s = sum(outcome.busy_s for outcome in kept.outcomes)
         busy = busy_s / session.options.ranks.num_ranks / summary.makespan_s
         return cls(1000 * summary.makespan_s / len(lines), 1000 * used_s / len(lines), busy)
-
-
-def processor_s(pid: int) -> float:
-    """Of a process and all that it has started and that live."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return own_s + sum(processor_s(int(child)) for task in tasks for child in children_of(task))
-
-
-def children_of(task: Path) -> Sequence[str]:
-    try:
-        return (task / "children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 @click.command()
@@ -90,11 +76,9 @@ def main(*, num_jobs: int, num_pairs: int, num_ranks: int, steps: int) -> None:
         sessions = {"plain": plain, "ray": stack.enter_context(over_ray)}
         for session in sessions.values():
             session.load([], models=[MODEL])
-        click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {num_ranks} ranks, {num_jobs} jobs\n")
-        click.echo(
-            "| pair | ms per job: plain | Ray | processor ms: plain | Ray | busy: plain | Ray | load |"
-        )
-        click.echo("|---" * 8 + "|")
+        click.echo(f"{about()}, {num_ranks} ranks, {num_jobs} jobs\n")
+        columns = "pair, ms per job: plain, Ray, processor ms: plain, Ray, busy: plain, Ray, load"
+        click.echo(head(*columns.split(", ")))
         more: list[tuple[float, float, float]] = []
         for pair in range(num_pairs + 1):
             lines = [
@@ -107,10 +91,9 @@ def main(*, num_jobs: int, num_pairs: int, num_ranks: int, steps: int) -> None:
                 continue
             own, ray = found["plain"], found["ray"]
             more.append((ray.ms - own.ms, ray.processor_ms - own.processor_ms, 100 * (ray.busy - own.busy)))
-            click.echo(
-                f"| {pair} | {own.ms:.1f} | {ray.ms:.1f} | {own.processor_ms:.1f} | {ray.processor_ms:.1f} "
-                f"| {own.busy:.1%} | {ray.busy:.1%} | {os.getloadavg()[0]:.0f} |"
-            )
+            cells = [*(f"{x:.1f}" for x in (own.ms, ray.ms, own.processor_ms, ray.processor_ms))]
+            cells += [f"{own.busy:.1%}", f"{ray.busy:.1%}", f"{os.getloadavg()[0]:.0f}"]
+            click.echo(row(pair, *cells))
     ms, processor_ms, points = (median(column) for column in zip(*more, strict=True))
     click.echo(f"\nMedians of what Ray adds: {ms:+.1f} ms per job, {processor_ms:+.1f} ms of processors, ")
     click.echo(f"{points:+.1f} points of busy ranks")

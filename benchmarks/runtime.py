@@ -12,9 +12,9 @@ other processes can only slow one down.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
-import platform
 import socket
 import statistics
 import subprocess
@@ -23,12 +23,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from benchmarks.measured import about, head, host_s, row
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
@@ -38,6 +39,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Clock, Event, TaskDone
+from gfgen.runtime.core.metrics import percentile
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
@@ -47,26 +49,16 @@ from gfgen.runtime.ipc.messages import Channel, RankTimes, RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.simulation import SimulatedBackend, SimulatedTimes, profiled_times
-from gfgen.system.machine import cpu_name
 
 NUM_RANKS = 8
 _STEP_FLOPS = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class ControlPlaneCost:
-    """CPU time of the control plane, per dispatched task."""
+def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> tuple[list[float], int]:
+    """Dispatch `num_tasks` tasks with `num_open` jobs open all the time, on 8 simulated ranks.
 
-    policy: str
-    num_open: int
-    num_tasks: int
-    median_s: float
-    p99_s: float
-    message_bytes: int
-
-
-def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> ControlPlaneCost:
-    """Dispatch `num_tasks` tasks with `num_open` jobs open all the time, on 8 simulated ranks."""
+    Returns CPU seconds of the control plane for each task, and the largest message's bytes.
+    """
     jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     clock, costs = Clock(virtual=True), CostModel()
     start = RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S)
@@ -85,15 +77,7 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
         backend.control = control
         with contextlib.suppress(AllTasksRun):
             control.run()
-    costs_s = sorted(backend.turn_s)
-    return ControlPlaneCost(
-        policy=policy,
-        num_open=num_open,
-        num_tasks=len(costs_s),
-        median_s=statistics.median(costs_s),
-        p99_s=costs_s[int(len(costs_s) * 0.99)],
-        message_bytes=backend.largest_message_bytes,
-    )
+    return backend.turn_s, backend.largest_message_bytes
 
 
 def simulated_tasks_per_s(policy: str, *, num_open: int, num_tasks: int, num_runs: int) -> float:
@@ -254,42 +238,26 @@ def make_job(idx: int, *, num_steps: int) -> AdmittedJob:
 
 
 POLICIES = ("srtf", "fcfs", "edf", "triage", "legacy")
-_STARTUP_COMMANDS = ("--help", "policies")
-_STARTUP_RUNS = 5
 
 
 @click.command()
 @click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch per row.")
 @click.option("--runs", default=5, show_default=True, help="Of the simulator; the fastest counts.")
 def main(*, tasks: int, runs: int) -> None:
-    """Cost of the scheduler: time per task, message size, start-up time; speed of the simulator."""
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
-    click.echo(f"command: python -m benchmarks.runtime --tasks {tasks} --runs {runs}\n")
-    click.echo(
-        "| policy, 8 ranks | open jobs | median us | P99 us | message bytes | simulated tasks a second |"
-    )
-    click.echo("|---" * 6 + "|")
-    for num_open in (50, 1000):
-        for policy in POLICIES:
-            cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
-            speed = simulated_tasks_per_s(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
-            click.echo(
-                f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
-                f"| {cost.message_bytes} | {speed:,.0f} |"
-            )
-    click.echo("\n| command | median s |\n|---|---|")
-    for command in _STARTUP_COMMANDS:
-        click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
-
-
-def _startup_s(command: str) -> float:
-    """Wall time of a command in a fresh process, median of several."""
-    seconds = []
-    for _ in range(_STARTUP_RUNS):
-        began_s = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "gfgen", command], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds)
+    """Cost of the scheduler: time per task and message size; speed of the simulator; start-up time."""
+    click.echo(about(f"runtime --tasks {tasks} --runs {runs}") + "\n")
+    numbers = ("median us", "P99 us", "message bytes", "simulated tasks a second")
+    click.echo(head(f"policy, {NUM_RANKS} ranks", "open jobs", *numbers))
+    for num_open, policy in itertools.product((50, 1000), POLICIES):
+        turns_s, message_bytes = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
+        us = [f"{each * 1e6:.0f}" for each in (statistics.median(turns_s), percentile(turns_s, 99))]
+        speed = simulated_tasks_per_s(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
+        click.echo(row(policy, num_open, *us, message_bytes, f"{speed:,.0f}"))
+    click.echo("\n" + head("command", "median s"))
+    for command in ("--help", "policies"):
+        words = [sys.executable, "-m", "gfgen", command]
+        times_s = [host_s(partial(subprocess.run, words, check=True, capture_output=True)) for _ in range(5)]
+        click.echo(row(f"gfgen {command}", f"{statistics.median(times_s):.2f}"))
 
 
 if __name__ == "__main__":

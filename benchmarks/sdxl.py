@@ -13,11 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +27,7 @@ from small_checkpoints import clip_tokenizer, save_checkpoint
 from transformers.initialization import no_init_weights
 
 from benchmarks.first_run import CACHES
-from gfgen.cli.shown.timeline import read_timeline
+from benchmarks.measured import head, row, run_gfgen, times_of
 from gfgen.models.loading.random_weights import draw_weights
 
 UNET: dict[str, Any] = {
@@ -105,21 +100,12 @@ def by_diffusers(pipeline: Any, case: Case, folder: Path, num_jobs: int) -> tupl
 
 def by_gfgen(checkpoint: Path, case: Case, folder: Path, device: str, caches: Path) -> tuple[float, str]:
     """Seconds from the first task to the last file, and what its tasks take."""
-    jobs, trace = folder / "jobs.jsonl", folder / "trace.json"
     lines = [{**case.call(idx), "steps": case.steps, "seed": idx} for idx in range(case.num_jobs)]
-    jobs.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    options = f"--model {checkpoint} --ranks 1 --device {device} --trace {trace} -o {folder / 'out'}"
     own = {name: str(caches / part) for name, part in CACHES.items()}
-    command = [sys.executable, "-m", "gfgen", "run", str(jobs), *options.split()]
-    subprocess.run(command, check=True, env=os.environ | own, stdout=subprocess.DEVNULL)
-    timeline = read_timeline(trace)
-    tasks = timeline.tasks
-    total_s = max(each.end_s for each in (*tasks, *timeline.writes)) - tasks[0].start_s
-    note = f"busy {sum(each.duration_s for each in tasks) / total_s:.1%}"
-    for stage in ("encode", "denoise", "decode"):
-        median_s = statistics.median(each.duration_s for each in tasks if each.stage == stage)
-        note += f", {stage} {1e3 * median_s:.1f} ms"
-    return total_s, note
+    options = ("--model", str(checkpoint), "--ranks", "1", "--device", device)
+    timeline, _ = run_gfgen(lines, folder, *options, env=own)
+    total_s, stages = times_of(timeline)
+    return total_s, f"busy {sum(each.duration_s for each in timeline.tasks) / total_s:.1%}, {stages}"
 
 
 def rows(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, int, float, str]]:
@@ -155,11 +141,10 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, help="of each case [20 and 24]")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    print("| case | side | pictures | s | s per picture | |\n|---|---|---|---|---|---|", flush=True)
+    print(head("case", "side", "pictures", "s", "s per picture", ""), flush=True)
     with tempfile.TemporaryDirectory() as made:
         for name, side, num_jobs, seconds, note in rows(parser.parse_args(), Path(made)):
-            each = f"{seconds:.2f} | {seconds / num_jobs:.3f}"
-            print(f"| {name} | {side} | {num_jobs} | {each} | {note} |", flush=True)
+            print(row(name, side, num_jobs, f"{seconds:.2f}", f"{seconds / num_jobs:.3f}", note), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
-import os
-import platform
 import re
 import signal
 import socket
@@ -27,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
+from benchmarks.measured import about, cpu_s, head, row, run_gfgen
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import RunError
-from gfgen.system.machine import cpu_name
+from gfgen.runtime.core.metrics import percentile
 
 MODEL, SIZE, STEPS = "tiny-qwen-image", "64x64", 4
 SPACING_S = 0.5
@@ -95,10 +94,10 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = _run(folder, "alone", num_ranks=num_ranks, jobs=map(job_of_run, range(num_jobs + 1)))
+        lines = _run(folder / "alone", num_ranks=num_ranks, jobs=map(job_of_run, range(num_jobs + 1)))
         run_s = [line["timings"]["latency_s"] for line in lines if line["id"] != "0"]
         many = [job_of_run(number) | {"arrival": 0} for number in range(PICTURES)]
-        times = [line["timings"] for line in _run(folder, "many", num_ranks=num_ranks, jobs=many)]
+        times = [line["timings"] for line in _run(folder / "many", num_ranks=num_ranks, jobs=many)]
         file_s = max(each["ended_s"] for each in times) - min(each["started_s"] for each in times)
         with _server(folder, num_ranks=num_ranks) as (port, front):
             http_s = [_picture(_connected(port), number) for number in range(num_jobs)]
@@ -108,12 +107,12 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Serving
             jobs = [_submit(port, number) for number in range(OPEN)]
             open_post_s = _posts_and_cancels(port, seconds=seconds)
             jobs += [_submit(port, number) for number in range(OPEN, NUM_LONG)]
-            before_s = _cpu_s(front)
+            before_s = cpu_s(front)
             post_s = _posts(port, seconds=seconds)
-            post_cpu_s = (_cpu_s(front) - before_s) / len(post_s)
-            before_s = _cpu_s(front)
+            post_cpu_s = (cpu_s(front) - before_s) / len(post_s)
+            before_s = cpu_s(front)
             asked = _ask_for(port, jobs, seconds=seconds)
-            front_cpu_s = 1000 * (_cpu_s(front) - before_s) / asked
+            front_cpu_s = 1000 * (cpu_s(front) - before_s) / asked
             turn_s = _longest_turn(port)
             _batch(port)
             time.sleep(1.0)  # until /metrics has heard of it
@@ -141,16 +140,16 @@ def table_of(report: ServingReport) -> Iterator[str]:
         return f"{1000 * seconds:.1f} ms"
 
     median, rate = statistics.median, f"{report.status_per_s:,.0f} a second"
-    yield "| | asked | found |\n|---|---|---|"
+    yield head("", "asked", "found")
     for name, asked, found in (
         ("one job, `gfgen run`", "", ms(median(report.run_s))),
         ("the same over HTTP", "", ms(median(report.http_s))),
         ("added by HTTP", "under 5 ms and the transfer", f"{1000 * report.added_s:+.1f} ms"),
         (f"POST at {POSTS_PER_S} a second, busy ranks: median", "at most 8 ms", ms(median(report.post_s))),
-        ("the same: P99", "at most 30 ms", ms(_p99(report.post_s))),
+        ("the same: P99", "at most 30 ms", ms(percentile(report.post_s, 99))),
         ("the HTTP process for each, with its events", "", f"{ms(report.post_cpu_s)} of CPU"),
         (f"POST with {OPEN} open jobs: median", "", ms(median(report.open_post_s))),
-        ("the same: P99", "at most 60 ms", ms(_p99(report.open_post_s))),
+        ("the same: P99", "at most 60 ms", ms(percentile(report.open_post_s, 99))),
         (f"each of {PICTURES} jobs of a file", "", ms(report.file_s)),
         (f"each of the same as requests of {OPEN} clients", "", ms(report.requests_s)),
         ("added to each", "at most 10 ms", f"{1000 * report.added_to_each_s:+.1f} ms"),
@@ -159,26 +158,17 @@ def table_of(report: ServingReport) -> Iterator[str]:
         ("longest turn of the loop meanwhile", "at most 20 ms", ms(report.turn_s)),
         (f"the same after a batch of {BURST} jobs", "at most 20 ms", ms(report.burst_turn_s)),
     ):
-        yield f"| {name} | {f'{asked} ' if asked else ''}| {found} |"
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[max(0, math.ceil(0.99 * len(values)) - 1)]
+        yield row(name, asked, found)
 
 
 # gfgen run --------------------------------------------------------------------------------------
 
 
-def _run(folder: Path, name: str, *, num_ranks: int, jobs: Iterable[Mapping[str, object]]) -> list[Any]:
+def _run(folder: Path, *, num_ranks: int, jobs: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The lines of the manifest."""
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
-    command = [sys.executable, "-m", "gfgen", "run", str(path), "--ranks", str(num_ranks), "--quiet"]
-    output = folder / name
-    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RunError(f"gfgen run failed: {done.stderr.strip()[-500:]}")
-    return [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
+    folder.mkdir()
+    run_gfgen(jobs, folder, "--ranks", str(num_ranks), "--quiet")
+    return [json.loads(line) for line in (folder / "out" / "manifest.jsonl").read_text().splitlines()]
 
 
 def job_of_run(number: int) -> dict[str, object]:
@@ -196,8 +186,8 @@ def prompt_of(number: int) -> str:
 
 
 @contextmanager
-def _server(folder: Path, *, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """A server that is ready: its port, and the process that answers."""
+def _server(folder: Path, *, num_ranks: int) -> Iterator[tuple[int, psutil.Process]]:
+    """A server that is ready: its port, and the process that speaks HTTP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -211,7 +201,8 @@ def _server(folder: Path, *, num_ranks: int) -> Iterator[tuple[int, int]]:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RunError(f"gfgen serve did not start: {(folder / 'serve.log').read_text()[-500:]}")
             time.sleep(0.1)
-        yield port, _front_of(process.pid)
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield port, next(each for each in children if "gfgen.server.http.front" in each.cmdline())
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -220,21 +211,6 @@ def _server(folder: Path, *, num_ranks: int) -> Iterator[tuple[int, int]]:
             process.kill()
             process.wait()
         log.close()
-
-
-def _front_of(pid: int) -> int:
-    """The child that speaks HTTP."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for path in children for child in path.read_text().split()]
-    return next(
-        pid for pid in pids if b"gfgen.server.http.front" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of a process and its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _connected(port: int) -> http.client.HTTPConnection:
@@ -375,8 +351,7 @@ def main(*, ranks: int, jobs: int, seconds: float) -> None:
     """Cost of HTTP: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
 
     report = measure_serving(num_ranks=ranks, num_jobs=jobs, seconds=seconds)
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
-    click.echo(f"command: python -m benchmarks.serve --ranks {ranks} --jobs {jobs} --seconds {seconds:g}\n")
+    click.echo(about(f"serve --ranks {ranks} --jobs {jobs} --seconds {seconds:g}") + "\n")
     for line in table_of(report):
         click.echo(line)
 

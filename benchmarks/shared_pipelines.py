@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from small_pipelines import CannotBuildError, pipeline_names, small_call, small_pipeline
 
+from benchmarks.measured import head, row
 from benchmarks.shared_transformers import Ranks
 from gfgen.errors import GfgenError, in_one_line
 from gfgen.layout import Layout
@@ -114,7 +115,7 @@ def are_equal(states: Iterable[Fields]) -> bool:
     return all(torch.equal(*pair) for pair in pairs)
 
 
-def row_of(name: str, ranks: Ranks, num_steps: int) -> list[str]:
+def cells_of(name: str, ranks: Ranks, num_steps: int) -> list[str]:
     try:
         stepped = SteppedRanks(name, ranks)
         wanted = stepped.alone(num_steps)
@@ -123,18 +124,18 @@ def row_of(name: str, ranks: Ranks, num_steps: int) -> list[str]:
         return [name, reason, in_one_line(error)[:90]]
     kinds = ", ".join(sorted({f"`{type(each).__name__}`" for each in stepped.transformers}))
     calls = "+".join(map(str, stepped.samples[: max(1, len(stepped.samples) // num_steps)]))
-    row = [name, kinds, calls]
+    cells = [name, kinds, calls]
     for layout in LAYOUTS.values():
         if layout.ulysses > 1 and stepped.installed is not None:
-            row.append("")
+            cells.append("")
             continue
         try:
             states = stepped.shared(layout, num_steps)
             found = f"{distance(states[0], wanted):.0e}"
-            row.append(found if are_equal(states) else f"{found}, ranks differ")
+            cells.append(found if are_equal(states) else f"{found}, ranks differ")
         except Exception as error:  # the row shows it
-            row.append(in_one_line(error)[:90])
-    return row
+            cells.append(in_one_line(error)[:90])
+    return cells
 
 
 def main() -> None:
@@ -144,11 +145,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     ranks = Ranks(4)
-    print("| " + " | ".join(["pipeline", "transformers", "samples per call", *LAYOUTS]) + " |")
-    print("|---" * (3 + len(LAYOUTS)) + "|")
+    print(head("pipeline", "transformers", "samples per call", *LAYOUTS))
     for name in pipeline_names():
         if any(part in name for part in options.only):
-            print("| " + " | ".join(row_of(name, ranks, options.steps)) + " |", flush=True)
+            print(row(*cells_of(name, ranks, options.steps)), flush=True)
 
 
 if __name__ == "__main__":

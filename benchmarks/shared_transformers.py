@@ -20,6 +20,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measured import head, row
 from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
@@ -337,19 +338,18 @@ def main() -> None:
     options = parser.parse_args()
     ranks = Ranks()
     print(f"diffusers {diffusers.__version__}, PyTorch {torch.__version__}, fp32 on a CPU\n")
-    print(" | ".join(["| case", "class", "plan", *options.degrees, ""]))
-    print("|---" * (3 + len(options.degrees)) + "|")
+    print(head("case", "class", "plan", *options.degrees))
     for name in options.only:
         model, inputs = make(name)
         wanted = forward(model, inputs)
-        row = []
+        cells = []
         for degree in options.degrees:
             found = shared_forward(ranks, layout_of(degree), model, inputs)
             assert all(map(torch.equal, found[0], other) for other in found)
-            row.append(f"{difference(found[0], wanted):.1e}")
+            cells.append(f"{difference(found[0], wanted):.1e}")
         own, has_class_plan = PLANS.get(type(model).__name__), getattr(model, "_cp_plan", None) is not None
         source = "class" if own is None else "own" if own.replaces_class or not has_class_plan else "both"
-        print(" | ".join([f"| {name}", f"`{type(model).__name__}`", source, *row, ""]), flush=True)
+        print(row(name, f"`{type(model).__name__}`", source, *cells), flush=True)
 
 
 if __name__ == "__main__":

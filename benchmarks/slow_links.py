@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks.measured import head, row
 from gfgen.bench.policy_comparison import score
 from gfgen.bench.workloads import (
     Name,
@@ -66,8 +67,8 @@ def main() -> None:
     parser.add_argument("--deadlines-from", type=int, default=1, help="cards that a job has when alone")
     asked = parser.parse_args()
     profile = load_profile(SHIPPED / "h200.json")
-    print("| model, workload | cards | alone: in time | mean, s | 12 GB/s | | 25 GB/s | | peer memory | |")
-    print("|---" * 10 + "|")
+    links = ("12 GB/s", "", "25 GB/s", "", "peer memory", "")
+    print(head("model, workload", "cards", "alone: in time", "mean, s", *links))
     for model, name, (num_ranks, num_near) in itertools.product(MODELS, WORKLOADS, KINDS):
         print(_row(model, name, num_ranks, num_near, asked, profile), flush=True)
 
@@ -98,7 +99,7 @@ def _row(
         for runs in found.values()
     ]
     cards = f"{num_ranks}, in pairs" if num_near > 1 else num_ranks
-    return f"| {model}, {name} | {cards} | {' | '.join(cells)} |"
+    return row(f"{model}, {name}", cards, *cells)
 
 
 if __name__ == "__main__":

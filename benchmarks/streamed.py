@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,10 +32,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gfgen.cli.shown.timeline import read_timeline
+from benchmarks.measured import run_gfgen, times_of
 from gfgen.runtime.core.devices import parse_memory
 
-STAGES = ("encode", "prepare", "denoise", "decode")
 PROMPTS = ("a red fox in the snow", "two boats at sunset", "a castle on a hill", "rain in a city at night")
 
 FLUX: dict[str, dict[str, Any]] = {
@@ -86,8 +85,9 @@ def main() -> None:
     parser.add_argument("--vae-dtype", default="float32", help="Of diffusers; gfgen's stands after --.")
     parser.add_argument("--only", choices=("whole", "streamed", "diffusers"))
     parser.add_argument("--tiny", action="store_true")
-    own, _, given = _split(sys.argv[1:])
-    asked = parser.parse_args(own)
+    words = [*sys.argv[1:], "--"]
+    asked = parser.parse_args(words[: words.index("--")])
+    given = words[words.index("--") + 1 : -1]
     options = [*given, *(["--device", "cpu", "--ranks", "1"] if asked.tiny else [])]
     limits = {"whole": [], "streamed": [] if asked.tiny else ["--memory", asked.memory]}
     print(f"{asked.model} {asked.size}x{asked.frames}, {asked.steps} steps, {asked.jobs} jobs, {options}")
@@ -101,8 +101,8 @@ def main() -> None:
         for name in [asked.only] if asked.only else limits:
             found = run(asked, [*options, *limits[name]], Path(folder) / name)
             gb = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in found["bytes"].items())
-            words = " ".join(limits[name]) or "all on the GPU"
-            print(f"{words:16} {found['seconds'] / asked.jobs:8.3f} s a job   GB: {gb}", flush=True)
+            limit = " ".join(limits[name]) or "all on the GPU"
+            print(f"{limit:16} {found['seconds'] / asked.jobs:8.3f} s a job   GB: {gb}", flush=True)
             print(*(f"    {line}\n" for line in (found["stages"], *found["told"])), sep="", end="")
             results.append(found)
     if len(results) == 2:
@@ -112,11 +112,6 @@ def main() -> None:
             f"ratio {streamed['seconds'] / whole['seconds']:.3f}, files {'equal' if is_equal else 'DIFFER'}"
         )
         sys.exit(not is_equal)
-
-
-def _split(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], "--", words[end + 1 :]
 
 
 def flux(folder: Path) -> Path:
@@ -133,53 +128,38 @@ def flux(folder: Path) -> Path:
     return folder
 
 
-def lines_of(asked: argparse.Namespace) -> str:
-    lines = [
-        {"id": f"job-{idx}", "prompt": PROMPTS[idx % len(PROMPTS)], "seed": idx, "model": asked.model}
-        | {"size": asked.size, "frames": asked.frames, "steps": asked.steps}
-        | {
-            name: value
-            for name in ("negative_prompt", "image")
-            if (value := getattr(asked, name)) is not None
-        }
-        for idx in range(asked.jobs)
-    ]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+def lines_of(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    given = {"model": asked.model, "size": asked.size, "frames": asked.frames, "steps": asked.steps}
+    given |= {name: value for name in ("negative_prompt", "image") if (value := getattr(asked, name))}
+    prompts = itertools.islice(itertools.cycle(PROMPTS), asked.jobs)
+    return [{"id": f"job-{n}", "prompt": text, "seed": n, **given} for n, text in enumerate(prompts)]
 
 
 def run(asked: argparse.Namespace, options: Sequence[str], folder: Path) -> dict[str, Any]:
     """The time, the memory and the files of one run."""
-    jobs = folder.with_suffix(".jsonl")
-    jobs.write_text(lines_of(asked))
-    trace = folder.with_suffix(".trace")
-    command = [sys.executable, "-m", "gfgen", "run", str(jobs), "--random-weights", "-o", str(folder)]
+    folder.mkdir()
     ending, peaks = threading.Event(), [0]
     watcher = threading.Thread(target=_watch, args=(ending, peaks))
     watcher.start()
     try:
-        done = subprocess.run([*command, "--trace", str(trace), *options], capture_output=True, text=True)
+        timeline, said = run_gfgen(lines_of(asked), folder, "--random-weights", *options)
     finally:
         ending.set()
         watcher.join()
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    entries = json.loads(trace.read_text())
-    tasks = read_timeline(trace).tasks
-    stages = [(name, [each.duration_s for each in tasks if each.stage == name]) for name in STAGES]
-    slices = [each for each in entries if each["ph"] == "X" and each["name"] != "load models"]
+    (seconds, stages), entries = times_of(timeline), json.loads((folder / "trace.json").read_text())
     used = [each["args"] for each in entries if each["name"] == "memory"]
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".mp4")]
+    files = [path for path in sorted((folder / "out").iterdir()) if path.suffix in (".png", ".mp4")]
     assert len(files) == asked.jobs, f"{len(files)} files for {asked.jobs} jobs"
     return {
-        "seconds": (max(x["ts"] + x["dur"] for x in slices) - min(x["ts"] for x in slices)) / 1e6,
+        "seconds": seconds,
         "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
         "bytes": {
             "torch": max((size for each in used for size in each["device_peaks"].values()), default=0),
             "reserved": max((each["reserved_bytes"] for each in used), default=0),
             "nvidia-smi": peaks[0],
         },
-        "stages": ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in stages if each),
-        "told": [line for line in done.stderr.splitlines() if "stream" in line or "pins no more" in line],
+        "stages": stages,
+        "told": [line for line in said.splitlines() if "stream" in line or "pins no more" in line],
     }
 
 
@@ -205,7 +185,7 @@ def by_diffusers(asked: argparse.Namespace) -> None:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(parse_memory(asked.memory, option="--memory") / total)
 
-    specs = [job.spec for job in read_jobs(lines_of(asked))]
+    specs = [job.spec for job in read_jobs("".join(f"{json.dumps(line)}\n" for line in lines_of(asked)))]
     device = "cpu" if asked.tiny else "cuda"
     replica = Offloaded(Settings(device, 1, True, asked.vae_dtype, Path()), specs, device)
     replica.generate(specs[0], steps=1)

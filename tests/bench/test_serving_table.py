@@ -12,7 +12,7 @@ def test_what_http_adds_is_the_difference_of_medians():
         num_ranks=2,
         run_s=[0.100, 0.110, 0.900],
         http_s=[0.111, 0.113, 0.800],
-        post_s=[0.006] * 99 + [0.020],
+        post_s=[0.006] * 199 + [0.020],
         post_cpu_s=0.0035,
         open_post_s=[0.005] * 98 + [0.070] * 2,
         file_s=0.020,
