@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ import click
 from benchmarks.measured import about, head, row
 from gfgen.bench.workloads import (
     Name,
-    StandAlone,
     WorkloadOptions,
     admitted,
     alone_s,
@@ -39,39 +37,21 @@ from gfgen.runtime.simulate.simulation import Simulated, simulate
 MODEL, NUM_RANKS = "qwen-image", 8
 
 
-@dataclass(slots=True)
-class Study:
-    """Runs of the same model on nodes of 8 ranks."""
-
-    profile: Profile
-    times: StandAlone
-
-    def jobs(
-        self, workload: Name, *, num_jobs: int, num_nodes: int, load: float = 1.0
-    ) -> Sequence[AdmittedJob]:
-        options = WorkloadOptions(num_jobs=num_jobs, num_ranks=NUM_RANKS * num_nodes, load=load)
-        return admitted(make_workload(workload, MODEL, self.times, options), weightless_model(MODEL))
-
-    def on_nodes(self, jobs: Sequence[AdmittedJob], policy: str, num_nodes: int) -> tuple[Simulated, float]:
-        """The run, and the driver's processor time per job in ms."""
-        nodes_s = [0.0]
-        with (
-            _timed(simulated.SimulatedCluster, "wait", nodes_s),
-            _timed(simulated.SimulatedNode, "__init__", nodes_s),
-            _timed(simulated, "profiled_times", nodes_s),
-        ):
-            began_s = time.process_time()
-            sizes: Any = {"num_nodes": num_nodes, "num_ranks": NUM_RANKS}
-            run = simulated.simulate_nodes(jobs, policy=load_policy(policy), profile=self.profile, **sizes)
-            driver_s = time.process_time() - began_s - nodes_s[0]
-        return run, 1000 * driver_s / len(jobs)
-
-    def on_one(self, jobs: Sequence[AdmittedJob], policy: str, num_ranks: int) -> Simulated:
-        return simulate(jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=self.profile)
-
-    def perfect_s(self, jobs: Sequence[AdmittedJob], num_ranks: int) -> float:
-        costs = CostModel(self.profile)
-        return sum(alone_s(job, costs, degree=1) for job in jobs) / num_ranks
+def on_nodes(
+    jobs: Sequence[AdmittedJob], policy: str, profile: Profile, num_nodes: int
+) -> tuple[Simulated, float]:
+    """The run, and the driver's processor time per job in ms."""
+    nodes_s = [0.0]
+    with (
+        _timed(simulated.SimulatedCluster, "wait", nodes_s),
+        _timed(simulated.SimulatedNode, "__init__", nodes_s),
+        _timed(simulated, "profiled_times", nodes_s),
+    ):
+        began_s = time.process_time()
+        sizes: Any = {"num_nodes": num_nodes, "num_ranks": NUM_RANKS}
+        run = simulated.simulate_nodes(jobs, policy=load_policy(policy), profile=profile, **sizes)
+        driver_s = time.process_time() - began_s - nodes_s[0]
+    return run, 1000 * driver_s / len(jobs)
 
 
 def _timed(owner: Any, name: str, total_s: list[float]) -> Any:
@@ -93,25 +73,30 @@ def attainment(run: Simulated) -> float:
     return sum(bool(outcome.met_deadline) for outcome in due) / len(due)
 
 
-def table(study: Study, num_jobs: int, counts: Sequence[int], policy: str, load: float | None) -> None:
+def table(profile: Profile, num_jobs: int, counts: Sequence[int], policy: str, load: float | None) -> None:
     """Of jobs at once, or of jobs with deadlines that arrive over time at this load."""
     when = "at once" if load is None else f"that arrive over time, load {load}"
     click.echo(f"\n{num_jobs} jobs {when}, {policy}\n")
     columns = "perfect split s, makespan s, longer by, ranks busy"
     columns = columns if load is None else "deadlines met, on one machine, points"
     click.echo(head("nodes", *columns.split(", "), "driver ms per job"))
+    model, costs = weightless_model(MODEL), CostModel(profile)
+    times = stand_alone(model, costs)
     for num_nodes in counts:
         num_ranks = NUM_RANKS * num_nodes
         name: Name = "overnight" if load is None else "short"
-        jobs = study.jobs(name, num_jobs=num_jobs, num_nodes=num_nodes, load=load or 1.0)
-        run, driver_ms = study.on_nodes(jobs, policy, num_nodes)
+        options = WorkloadOptions(num_jobs=num_jobs, num_ranks=num_ranks, load=load or 1.0)
+        jobs = admitted(make_workload(name, MODEL, times, options), model)
+        run, driver_ms = on_nodes(jobs, policy, profile, num_nodes)
         assert load or run.summary.num_done == num_jobs
         if load is None:
-            best_s, made_s = study.perfect_s(jobs, num_ranks), run.summary.makespan_s
+            best_s = sum(alone_s(job, costs, degree=1) for job in jobs) / num_ranks
+            made_s = run.summary.makespan_s
             longer, busy = f"{made_s / best_s - 1:.1%}", f"{run.summary.utilisation:.1%}"
             cells = [f"{best_s:.1f}", f"{made_s:.1f}", longer, busy]
         else:
-            split, one = attainment(run), attainment(study.on_one(jobs, policy, num_ranks))
+            whole = simulate(jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile)
+            split, one = attainment(run), attainment(whole)
             cells = [f"{split:.2%}", f"{one:.2%}", f"{100 * (split - one):+.2f}"]
         click.echo(row(num_nodes, *cells, f"{driver_ms:.2f}"))
 
@@ -126,10 +111,9 @@ def main(
     *, num_jobs: int, nodes: str, split: tuple[str, ...], due: tuple[str, ...], loads: tuple[float, ...]
 ) -> None:
     profile = load_profile(SHIPPED / "h200.json")
-    study = Study(profile, stand_alone(weightless_model(MODEL), CostModel(profile)))
     click.echo(about())
     for policy, load in [*((each, None) for each in split), *itertools.product(due, loads)]:
-        table(study, num_jobs, [int(count) for count in nodes.split(",")], policy, load)
+        table(profile, num_jobs, [int(count) for count in nodes.split(",")], policy, load)
 
 
 if __name__ == "__main__":

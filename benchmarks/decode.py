@@ -22,7 +22,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.measured import MeasuredShape, host_s, is_wanted, keep
+from benchmarks.measured import MeasuredShape, head, host_s, is_wanted, keep, row
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
@@ -309,20 +309,14 @@ def table_of(rows: Sequence[DecodeRow], *, device: str, command: str) -> Iterato
         "largest magnitude; levels: of bytes. PSNR: of bytes, on one GPU of bf16 to fp32, on several to one "
         "GPU in the same dtype; what random weights draw tells little about pictures.\n"
     )
-    yield "| shape | dtype | GPUs | s | x | first s | peak GB | apart | levels | PSNR dB |"
-    yield "|---" * 10 + "|"
-    alone = {(row.shape, row.dtype): row.seconds for row in rows if row.degree == 1}
-    for row in rows:
-        gain = alone[row.shape, row.dtype] / row.seconds
-        numbers = (
-            f"{row.seconds:.3f} | {gain:.2f} | {row.first_s:.1f} | {row.peak_gb:.1f} | "
-            f"{_text(row.distance, '.1e')} | {_text(row.max_levels, 'd')} | {_text(row.psnr_db, '.1f')}"
-        )
-        yield f"| {row.shape} | {row.dtype} | {row.degree} | {numbers} |"
-
-
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    yield head("shape", "dtype", "GPUs", "s", "x", "first s", "peak GB", "apart", "levels", "PSNR dB")
+    alone = {(each.shape, each.dtype): each.seconds for each in rows if each.degree == 1}
+    for each in rows:
+        gain = alone[each.shape, each.dtype] / each.seconds
+        numbers = [f"{each.seconds:.3f}", f"{gain:.2f}", f"{each.first_s:.1f}", f"{each.peak_gb:.1f}"]
+        compared = {".1e": each.distance, "d": each.max_levels, ".1f": each.psnr_db}
+        numbers += ["" if value is None else format(value, form) for form, value in compared.items()]
+        yield row(each.shape, each.dtype, each.degree, *numbers)
 
 
 @click.command()

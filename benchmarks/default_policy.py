@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.measured import head, row
 from gfgen.bench.workloads import weightless_model
 from gfgen.cli.shown.prediction import SimulatedMemory
 from gfgen.job.spec import JobSpec
@@ -74,8 +75,7 @@ def end_and_latency_s(
 
 
 def simulated_rows() -> Iterator[str]:
-    yield "| file | GPUs | `auto` | soonest end | least mean latency within 2% of it | `fcfs` | |"
-    yield "|---|---|---|---|---|---|---|"
+    yield head("file", "GPUs", "`auto`", "soonest end", "least mean latency within 2% of it", "`fcfs`", "")
     for name, specs in FILES.items():
         jobs = admitted(specs)
         memories = (None, "80GB") if len({spec.model for spec in specs}) > 1 else (None,)
@@ -86,10 +86,10 @@ def simulated_rows() -> Iterator[str]:
                     for policy in (*OTHERS, "auto")
                     if int(policy.partition("degree=")[2] or 1) <= num_ranks
                 }
-                yield row(f"{name}{', 80 GB' if memory else ''}", num_ranks, found)
+                yield row(f"{name}{', 80 GB' if memory else ''}", num_ranks, *cells(found))
 
 
-def row(name: str, num_ranks: int, found: dict[str, tuple[float, float]]) -> str:
+def cells(found: dict[str, tuple[float, float]]) -> Sequence[str]:
     auto_end_s, auto_s = found.pop("auto")
     soonest, (end_s, _) = min(found.items(), key=lambda item: item[1])
     as_soon = {policy: mean_s for policy, (each_s, mean_s) in found.items() if each_s <= SAME_END * end_s}
@@ -100,7 +100,7 @@ def row(name: str, num_ranks: int, found: dict[str, tuple[float, float]]) -> str
         misses.append(f"latency of fcfs {auto_s / found['fcfs'][1] - 1:+.1%}")
     times = [f"{auto_end_s:.1f} ({auto_s:.1f})", f"{end_s:.1f} `{soonest}`", f"{as_soon[best]:.1f} `{best}`"]
     fcfs = "{:.1f} ({:.1f})".format(*found["fcfs"])
-    return f"| {name} | {num_ranks} | {' | '.join(times)} | {fcfs} | {', '.join(misses)} |"
+    return [*times, fcfs, ", ".join(misses)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ import click
 
 from benchmarks import measure_forward
 from benchmarks.measure_forward import ForwardKind, ForwardShape
-from benchmarks.measured import is_wanted
+from benchmarks.measured import head, is_wanted, row
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.settings import GPU_PLAN, HOST_PLAN
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -204,45 +205,38 @@ def table_of(results: Sequence[MeasuredForward], *, device: str, command: str) -
         "host: exchanges through main memory, in a graph.\n"
     )
     alone = [each for each in results if each.cell.way not in BOTH]
-    for degree in sorted({each.cell.degree for each in alone}):
-        rows = [each for each in alone if each.cell.degree == degree]
-        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS, *FP8, *HOST), "x", _gain)
-    both = [each for each in results if each.cell.way in BOTH]
-    if both:
+    yield from _rows_of(alone, (*THEIRS, *UNEVEN, *OURS, *FP8, *HOST), "x", _gain)
+    if both := [each for each in results if each.cell.way in BOTH]:
         yield (
             "Milliseconds for both branches of guidance, as a step evaluates them, in a CUDA graph: in turn, "
             "in one forward, or each on half of the GPUs; the prompts of Qwen-Image have "
             f"{' and '.join(map(str, measure_forward.TEXT_TOKENS[QWEN]))} tokens.\n"
         )
-    for degree in sorted({each.cell.degree for each in both}):
-        rows = [each for each in both if each.cell.degree == degree]
-        yield from _rows_of(rows, degree, tuple(BOTH), "fastest", _fastest)
+    yield from _rows_of(both, tuple(BOTH), "fastest", _fastest)
     for each in results:
         if each.error:
             yield f"- {each.cell.name}: {each.error}"
 
 
+OfShape = Mapping[str, MeasuredForward]
+"""By way."""
+
+
 def _rows_of(
     results: Sequence[MeasuredForward],
-    degree: int,
     all_ways: Sequence[str],
     last: str,
-    conclusion: Callable[[Sequence[MeasuredForward], ForwardShape, int], str],
+    conclusion: Callable[[OfShape], str],
 ) -> Iterator[str]:
-    """The table of one number of GPUs: a row for each shape, a column for each way that was measured."""
-    ways = [way for way in all_ways if any(each.cell.way == way for each in results)]
-    yield f"| {degree} GPU{'s' if degree > 1 else ''} | {' | '.join(ways)} | {last} |"
-    yield "|---" * (len(ways) + 2) + "|"
-    for shape in dict.fromkeys(each.cell.shape for each in results):
-        found = {each.cell.way: each for each in results if each.cell.shape == shape}
-        numbers = " | ".join(_number(found.get(way)) for way in ways)
-        yield f"| {shape.name} | {numbers} | {conclusion(results, shape, degree)} |"
-    yield ""
-
-
-def _fastest(found: Sequence[MeasuredForward], shape: ForwardShape, degree: int) -> str:
-    known = {each.cell.way: each.ms for each in found if each.cell.shape == shape and each.ms is not None}
-    return min(known, key=known.__getitem__).removeprefix("both-") if len(known) > 1 else ""
+    """A table for each number of GPUs: a row for each shape, a column for each way that was measured."""
+    for degree in sorted({each.cell.degree for each in results}):
+        of_degree = [each for each in results if each.cell.degree == degree]
+        ways = [way for way in all_ways if any(each.cell.way == way for each in of_degree)]
+        yield head(counted(degree, "GPU"), *ways, last)
+        for shape in dict.fromkeys(each.cell.shape for each in of_degree):
+            found = {each.cell.way: each for each in of_degree if each.cell.shape == shape}
+            yield row(shape.name, *(_number(found.get(way)) for way in ways), conclusion(found))
+        yield ""
 
 
 def _number(measured: MeasuredForward | None) -> str:
@@ -251,9 +245,15 @@ def _number(measured: MeasuredForward | None) -> str:
     return "-" if measured.ms is None else f"{measured.ms:.1f}"
 
 
-def _gain(found: Sequence[MeasuredForward], shape: ForwardShape, degree: int) -> str:
-    theirs, ours = (_best(found, shape, degree, is_ours=is_ours) for is_ours in (False, True))
-    return f"{theirs / ours:.2f}" if theirs and ours else ""
+def _fastest(found: OfShape) -> str:
+    known = {way: each.ms for way, each in found.items() if each.ms is not None}
+    return min(known, key=known.__getitem__).removeprefix("both-") if len(known) > 1 else ""
+
+
+def _gain(found: OfShape) -> str:
+    known = {way: each.ms for way, each in found.items() if each.ms is not None}
+    theirs, ours = ([known[way] for way in ways if way in known] for ways in (THEIRS | UNEVEN, OURS))
+    return f"{min(theirs) / min(ours):.2f}" if theirs and ours else ""
 
 
 def keep(results: Sequence[MeasuredForward], path: Path, *, device: str, command: str) -> Found:
@@ -272,19 +272,6 @@ def keep(results: Sequence[MeasuredForward], path: Path, *, device: str, command
     known = [cell for cell in cells if cell.name in content["cells"]]
     found = [MeasuredForward(cell, **content["cells"][cell.name]) for cell in known]
     return found, content["device"], "`, `".join(content["commands"])
-
-
-def _best(
-    results: Sequence[MeasuredForward], shape: ForwardShape, degree: int, *, is_ours: bool
-) -> float | None:
-    found = [
-        each.ms
-        for each in results
-        if each.ms is not None
-        and each.cell.way not in BOTH | FP8 | HOST
-        and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
-    ]
-    return min(found, default=None)
 
 
 @click.command()

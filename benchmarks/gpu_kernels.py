@@ -1,6 +1,6 @@
 """Where the time of a forward goes, by kernels, on 1 and 2 GPUs.
 
-    python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...]
+    python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
 
 One forward of benchmarks/forward.py ("ours") under torch's profiler, then fourteen in a CUDA graph. Random
 weights; about 25 s a shape.
@@ -9,9 +9,11 @@ weights; about 25 s a shape.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", default="1,2")
     parser.add_argument("--shape", action="append", choices=shapes, metavar="NAME")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    results: dict[str, Any] = {}
     degrees = [int(number) for number in arguments.gpus.split(",")]
     try:
         check_num_gpus(max(degrees))
@@ -93,9 +97,12 @@ def main() -> None:
             for shape in map(shapes.__getitem__, arguments.shape or ["wan-1280x704x81"]):
                 first = ranks.next_dispatch(NUM_DISPATCHES)
                 found = ranks.run(layout.ranks, measure, shape, layout, first)
+                results[f"{shape.name}/{degree}"] = found
                 print(table_row(f"{shape.name}/{degree}", found), flush=True)
         finally:
             ranks.close()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

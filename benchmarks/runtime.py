@@ -90,9 +90,8 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
     jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     profile = _profile(jobs)
     clock, costs = Clock(virtual=True), CostModel(profile)
-    backend = _CountingBackend(
-        clock, profiled_times(profile, jobs), num_tasks=num_tasks, reserve=jobs[num_open:]
-    )
+    times = profiled_times(profile, jobs)
+    backend = _RefillingBackend(clock, times, num_tasks=num_tasks, reserve=jobs[num_open:])
     state = State(jobs, RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S), clock=clock, costs=costs)
     control = Control(jobs[:num_open], state=state, backend=backend, policy=load_policy(policy))
     backend.control = control
@@ -147,7 +146,10 @@ class AllTasksRun(Exception):
 
 
 class _RefillingBackend(SimulatedBackend):
-    """Lets another job arrive for every one that ends, so that the number of open jobs stays."""
+    """Lets another job arrive for every one that ends, so that the number of open jobs stays.
+
+    Stops after so many tasks.
+    """
 
     def __init__(
         self, clock: Clock, times: SimulatedTimes, *, num_tasks: int, reserve: Sequence[AdmittedJob]
@@ -156,22 +158,18 @@ class _RefillingBackend(SimulatedBackend):
         self.control: Control | None = None
         self._num_tasks, self._reserve = num_tasks, list(reserve)
 
+    def submit(self, dispatch: Dispatch) -> None:
+        super().submit(dispatch)
+        self._num_tasks -= 1
+        if not self._num_tasks:
+            raise AllTasksRun
+
     def release(self, job_id: str) -> None:
         if self._reserve and self.control is not None:
             job = self._reserve.pop()
             for observer in self.control.observers:
                 observer.added((job.info,))
             self.control.schedule(job)
-
-
-class _CountingBackend(_RefillingBackend):
-    """Stops after so many tasks."""
-
-    def submit(self, dispatch: Dispatch) -> None:
-        super().submit(dispatch)
-        self._num_tasks -= 1
-        if not self._num_tasks:
-            raise AllTasksRun
 
 
 class _TimedBackend(_RefillingBackend):
@@ -192,8 +190,6 @@ class _TimedBackend(_RefillingBackend):
         if self._num_sent:
             self.turn_s += [self._spent_s / self._num_sent] * self._num_sent
             self._num_sent, self._spent_s = 0, 0.0
-        if len(self.turn_s) >= self._num_tasks:
-            raise AllTasksRun
         events = super().wait(until)
         num_reports = sum(len(event.times) for event in events if isinstance(event, TaskDone))
         self._began_s = time.process_time()

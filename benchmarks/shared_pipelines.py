@@ -20,7 +20,7 @@ import torch
 from small_pipelines import CannotBuildError, pipeline_names, small_call, small_pipeline
 
 from benchmarks.measured import head, row
-from benchmarks.shared_transformers import Ranks
+from benchmarks.shared_transformers import Ranks, difference
 from gfgen.errors import GfgenError, in_one_line
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
@@ -96,12 +96,7 @@ def distance(found: Fields, wanted: Fields) -> float:
     # Threads share PyTorch's own generators, so their states may be there or not.
     names = found.tensors.keys() & wanted.tensors.keys()
     pairs = [(found.tensors[name], wanted.tensors[name]) for name in names]
-    return max(_relative(*pair) for pair in pairs if pair[0].is_floating_point() and pair[0].numel())
-
-
-def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    difference = float((one - other).abs().max())
-    return difference / max(float(other.abs().max()), 1e-30) if difference else 0.0
+    return difference(*zip(*[x for x in pairs if x[0].is_floating_point() and x[0].numel()], strict=True))
 
 
 def are_equal(states: Iterable[Fields]) -> bool:

@@ -321,7 +321,7 @@ def shared_forward(
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """The largest one of all outputs, relative to each output's largest magnitude."""
     pairs = zip(found, wanted, strict=True)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    return max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-30)) for one, other in pairs)
 
 
 def layout_of(degree: str, first: int = 0) -> Layout:

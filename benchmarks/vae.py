@@ -21,7 +21,7 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage, autoencoder_kl_wan
 from torch import Tensor
 
-from benchmarks.measured import host_s
+from benchmarks.measured import head, host_s, row
 from gfgen.models.fast import causal_vae
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
@@ -125,27 +125,23 @@ def speeds(case: Case, precision: str, device: str) -> Iterator[tuple[str, float
 
 
 def speed_table(device: str, until_s: float) -> Iterator[str]:
-    yield "| case | dtype | diffusers s | gfgen s | x | first s | peak GB | gfgen's peak GB |"
-    yield "|---" * 8 + "|"
+    yield head("case", "dtype", "diffusers s", "gfgen s", "x", "first s", "peak GB", "gfgen's peak GB")
     for case, precision in itertools.product(SPEED, PRECISIONS):
         if time.monotonic() < until_s:
             (_, plain_s, _, plain_gb), (_, fast_s, first_s, fast_gb) = speeds(case, precision, device)
-            yield (
-                f"| {case.name} | {precision} | {plain_s:.4f} | {fast_s:.4f} | {plain_s / fast_s:.2f} "
-                f"| {first_s:.1f} | {plain_gb:.2f} | {fast_gb:.2f} |"
-            )
+            times = (f"{plain_s:.4f}", f"{fast_s:.4f}", f"{plain_s / fast_s:.2f}", f"{first_s:.1f}")
+            yield row(case.name, precision, *times, f"{plain_gb:.2f}", f"{fast_gb:.2f}")
 
 
 def error_table(device: str, until_s: float) -> Iterator[str]:
-    yield "| case | dtype | diffusers' error | gfgen's | ratios of single sets |"
-    yield "|---" * 5 + "|"
+    yield head("case", "dtype", "diffusers' error", "gfgen's", "ratios of single sets")
     for case, precision in itertools.product(ERRORS, PRECISIONS):
         if time.monotonic() < until_s:
             found = [errors(case, precision, device, draw) for draw in range(NUM_DRAWS)]
             plain, fast = map(statistics.mean, zip(*found, strict=True))
             ratios = sorted(own / other for other, own in found)
             spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-            yield f"| {case.name} | {precision} | {plain:.2e} | {fast:.2e} | {spread} |"
+            yield row(case.name, precision, f"{plain:.2e}", f"{fast:.2e}", spread)
 
 
 @click.command()

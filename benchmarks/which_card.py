@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.measured import head, row
 from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
@@ -115,11 +116,9 @@ def time_cell(case: Case, card: Card, profile: Profile) -> str:
 
 
 def rows(title: str, cells: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
-    heads = [f"{card.memory_gb} GB" for card in CARDS]
-    yield f"| {title} | {' | '.join(heads)} |"
-    yield "|---" * (1 + len(heads)) + "|"
+    yield from head(title, *(f"{card.memory_gb} GB" for card in CARDS)).splitlines()
     for name, values in cells:
-        yield f"| {name} | {' | '.join(values)} |"
+        yield row(name, *values)
 
 
 def memory_lines() -> Iterator[str]:

@@ -100,7 +100,7 @@ def test_both_branches_have_a_table_of_their_own_which_names_the_fastest_way():
     ]
     results.append(MeasuredForward(on_halves, error="ValueError: no"))
     text = "\n".join(table_of(results, device="2 x GPU", command="python -m benchmarks.forward"))
-    assert "| qwen-512x512 | 20.0 |  |" in text
+    assert "| qwen-512x512 | 20.0 | |" in text
     assert "| qwen-512x512 | 40.0 | 30.0 | - | in-batch |" in text
 
 
