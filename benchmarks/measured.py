@@ -20,6 +20,9 @@ import psutil
 from gfgen.cli.shown.timeline import Timeline, read_timeline
 from gfgen.errors import RunError
 from gfgen.system.machine import cpu_name
+from gfgen.system.wording import table_head, table_row
+
+head, row = table_head, table_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,6 @@ def about(command: str = "") -> str:
     """When, where and by which command a table was made."""
     text = f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}"
     return f"{text}\ncommand: python -m benchmarks.{command}" if command else text
-
-
-def row(*cells: object) -> str:
-    """Of a table in Markdown."""
-    return "|" + "".join([f" {cell} |" if cell != "" else " |" for cell in cells])
-
-
-def head(*columns: object) -> str:
-    return f"{row(*columns)}\n|{'---|' * len(columns)}"
 
 
 def run_gfgen(

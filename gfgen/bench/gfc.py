@@ -21,7 +21,7 @@ from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector,
 from gfgen.runtime.core.devices import by_reach
 from gfgen.runtime.ipc.settings import HOST_PLAN
 from gfgen.runtime.predict.links import keep_links
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, table_head, table_row
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -242,10 +242,10 @@ def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
     else:
         yield f"{report.facts['device']}, which do not all reach each other; command: `{command}`\n"
     yield "\n## Links: two GPUs send to each other at once, peer memory and main memory\n"
-    yield "| GPUs | transport | bytes each way | us | GB/s |\n|---|---|---|---|---|"
+    yield table_head("GPUs | transport | bytes each way | us | GB/s")
     for row in report.links:
         rate, pair = row["bytes"] / row["us"] / 1e3, " and ".join(map(str, row["pair"]))
-        yield f"| {pair} | {row['transport']} | {size_name(row['bytes'])} | {row['us']:.1f} | {rate:.1f} |"
+        yield table_row(pair, row["transport"], size_name(row["bytes"]), f"{row['us']:.1f}", f"{rate:.1f}")
 
 
 def _collective_lines(report: CollectivesReport, command: str) -> Iterator[str]:
@@ -264,43 +264,36 @@ def _collective_lines(report: CollectivesReport, command: str) -> Iterator[str]:
     for pattern in measure.PATTERNS:
         for degree in sorted({row["degree"] for row in report.cells}):
             yield f"## {pattern.replace('_', '-')}, {counted(degree, 'GPU')}\n"
-            yield (
-                "| bytes | NCCL eager | NCCL graph | eager, fresh | graph, fresh | eager, arena | "
-                "graph, arena | x fresh | x arena | GB/s | % copy engine | host us | NCCL host us | "
-                "same bytes |"
+            yield table_head(
+                "bytes | NCCL eager | NCCL graph | eager, fresh | graph, fresh | eager, arena | graph, arena",
+                "x fresh | x arena | GB/s | % copy engine | host us | NCCL host us | same bytes",
             )
-            yield "|---" * 14 + "|"
             for row in report.cells:
                 if (row["pattern"], row["degree"]) == (pattern, degree):
                     yield _cell_line(row, facts["copy_engine_gb_per_s"])
             yield ""
     yield "## Attention's exchange, there and back (q, k, v in one launch, bf16, 24 heads of 128)\n"
     yield "NCCL: four all-to-alls with the contiguous permutes that diffusers issues.\n"
-    yield (
-        "| model | tokens | GPUs | NCCL eager | NCCL graph | ours eager | ours graph | there only | x | "
-        "same bytes |"
+    names = ("nccl_eager", "nccl_graph", "ours_eager", "ours_graph", "ours_there_graph")
+    yield table_head(
+        "model | tokens | GPUs | NCCL eager | NCCL graph | ours eager | ours graph | there only",
+        "x | same bytes",
     )
-    yield "|---" * 10 + "|"
     for row in report.fused:
-        yield (
-            f"| {row['model']} | {row['tokens']} | {row['degree']} | {row['nccl_eager']:.1f} | "
-            f"{row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | {row['ours_graph']:.1f} | "
-            f"{row['ours_there_graph']:.1f} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
-            f"{'yes' if row['is_equal'] else 'NO'} |"
-        )
+        times = [f"{row[name]:.1f}" for name in names]
+        gain = f"{row['nccl_graph'] / row['ours_graph']:.2f}"
+        yield table_row(row["model"], row["tokens"], row["degree"], *times, gain, _same(row))
     yield "\n## A new group\n"
-    yield (
-        "| GPUs | ours, made, host us | with its entry barrier enqueued, host us | entered by all, us | "
-        "ours, MB | NCCL new_group ms | first collective ms | MB |"
+    yield table_head(
+        "GPUs | ours, made, host us | with its entry barrier enqueued, host us | entered by all, us",
+        "ours, MB | NCCL new_group ms | first collective ms | MB",
     )
-    yield "|---" * 8 + "|"
     for row in report.groups:
         ours, nccl = row["ours"], row["nccl"]
-        yield (
-            f"| {row['degree']} | {ours['made_us']:.1f} | {ours['host_us']:.1f} | {ours['entered_us']:.0f} | "
-            f"{ours['memory_mb']:.0f} | {nccl['new_group_ms']:.1f} | {nccl['first_collective_ms']:.0f} | "
-            f"{nccl['memory_mb']:.0f} |"
-        )
+        found = [f"{ours['made_us']:.1f}", f"{ours['host_us']:.1f}", f"{ours['entered_us']:.0f}"]
+        found += [f"{ours['memory_mb']:.0f}", f"{nccl['new_group_ms']:.1f}"]
+        found += [f"{nccl['first_collective_ms']:.0f}", f"{nccl['memory_mb']:.0f}"]
+        yield table_row(row["degree"], *found)
     yield "\n## Barrier in a graph\n"
     for row in report.barriers:
         yield f"- {counted(row['degree'], 'GPU')}: {row['ours_graph']:.2f} us"
@@ -310,15 +303,15 @@ def _cell_line(row: MeasuredRow, copy_rate: float) -> str:
     degree, size = row["degree"], row["bytes"]
     sent = size * (degree - 1) / (degree if row["pattern"] == "all_to_all" else 1)
     rate = sent / (row["ours_arena_graph"] * 1e-6) / 1e9
-    times = (
-        f"{row['nccl_eager']:.1f} | {row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | "
-        f"{row['ours_graph']:.1f} | {row['ours_arena_eager']:.1f} | {row['ours_arena_graph']:.1f}"
-    )
-    return (
-        f"| {size_name(size)} | {times} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
-        f"{row['nccl_graph'] / row['ours_arena_graph']:.2f} | {rate:.0f} | {100 * rate / copy_rate:.0f} | "
-        f"{row['ours_host']:.1f} | {row['nccl_host']:.1f} | {'yes' if row['is_equal'] else 'NO'} |"
-    )
+    names = ("nccl_eager", "nccl_graph", "ours_eager", "ours_graph", "ours_arena_eager", "ours_arena_graph")
+    found = [f"{row[name]:.1f}" for name in names]
+    found += [f"{row['nccl_graph'] / row[name]:.2f}" for name in ("ours_graph", "ours_arena_graph")]
+    found += [f"{rate:.0f}", f"{100 * rate / copy_rate:.0f}", f"{row['ours_host']:.1f}"]
+    return table_row(size_name(size), *found, f"{row['nccl_host']:.1f}", _same(row))
+
+
+def _same(row: MeasuredRow) -> str:
+    return "yes" if row["is_equal"] else "NO"
 
 
 def size_name(size: int) -> str:

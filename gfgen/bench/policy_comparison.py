@@ -15,15 +15,15 @@ from gfgen.runtime.core.metrics import Metrics, Summary
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.system.wording import counted, in_words, named
+from gfgen.system.wording import counted, in_words, named, table_head, table_row
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """The default: single-rank replicas, then every policy."""
 NONE = "-"
-_HEAD = (
-    "| policy | deadlines met | with slack | with slack, by class | mean latency | P95 | jobs a minute "
-    "| failed | mean latency, x | P95, x | throughput, x | missed with slack, x |"
+_COLUMNS = (
+    "policy | deadlines met | with slack | with slack, by class | mean latency | P95 | jobs a minute",
+    "failed | mean latency, x | P95, x | throughput, x | missed with slack, x",
 )
 
 
@@ -91,8 +91,8 @@ class PolicyComparison:
     def table(self) -> list[str]:
         """A Markdown line per policy; the last columns are ratios to the baseline."""
         baseline = next((found for found in self.scores if found.policy == self.baseline), None)
-        rows = [f"| {' | '.join(_cells(found, baseline))} |" for found in self.scores]
-        return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
+        rows = [table_row(*_cells(found, baseline)) for found in self.scores]
+        return [*table_head(*_COLUMNS).splitlines(), *rows] if rows else []
 
     def remarks(self) -> list[str]:
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]

@@ -34,14 +34,14 @@ from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.session.ranks import Ranks
 from gfgen.session.session import Session, SessionOptions
 from gfgen.system.machine import commit, versions
-from gfgen.system.wording import size_in_words
+from gfgen.system.wording import size_in_words, table_head, table_row
 
 logger = logging.getLogger(__name__)
 
 STEPS, SEED, PROMPT = 4, 7, "a red fox and {} birds in fresh snow"
 MOVED = (None, "model", "sequential")
 """What diffusers moves to a GPU at its turn; the next one where memory is short."""
-HEAD = "| model | size | made by | ranks | picture | step, s | job, s | step, x | job, x |"
+COLUMNS = "model | size | made by | ranks | picture | step, s | job, s | step, x | job, x"
 NOTE = f"""
 {STEPS} steps, seed {SEED}. On one rank, without "fused", "compiled" and "fp8", gfgen promises the bytes of
 diffusers. Times are of a second run: the median of steps after the first, and a job from prompt to pixels in
@@ -205,12 +205,12 @@ def table(rows: Sequence[Row], ranks: Ranks) -> str:
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     head = f"{ranks.description}{size}{weights}; {found}, commit {commit()[:12]}; {time.strftime('%Y-%m-%d')}"
     stock = {row.model: row for row in rows if row.made_by.startswith("diffusers")}
-    lines = [head, "", HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
+    lines = [head, "", table_head(COLUMNS)]
     for row in rows:
         own, base = ((each.step_s, each.job_s) for each in (row, stock.get(row.model, row)))
         words = (row.model, row.job, row.made_by, str(row.num_ranks), row.picture)
         cells = [" ".join(word.replace("|", "/").split()) for word in words]
         cells += ["" if a is None else f"{a:.3f}" for a in own]
         cells += [f"{b / a:.2f}" if a and b else "" for a, b in zip(own, base, strict=True)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(*cells))
     return "\n".join([*lines, NOTE])

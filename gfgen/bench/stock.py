@@ -270,7 +270,6 @@ class _Service:
 
     def __post_init__(self) -> None:
         self._coming = deque(sorted(self.jobs, key=lambda job: job.spec.arrival_s))
-        self._waiting: deque[AdmittedJob] = deque()
         self._open = {job.job_id: job for job in self.jobs}
         self._started_s: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
@@ -284,29 +283,24 @@ class _Service:
 
     def run(self) -> list[JobOutcome]:
         while self._open:
-            self._let_arrive()
             self._time_out()
             self._start()
             self._listen()
         return self._outcomes
-
-    def _let_arrive(self) -> None:
-        while self._coming and self._coming[0].spec.arrival_s <= self.now_s:
-            self._waiting.append(self._coming.popleft())
 
     def _time_out(self) -> None:
         """Fail jobs after their timeout. Running ones continue, since nothing can stop them."""
         for job in list(self._open.values()):
             timeout_s = job.spec.timeout_s
             if timeout_s is not None and self.now_s > job.spec.arrival_s + timeout_s:
-                if job in self._waiting:
-                    self._waiting.remove(job)
+                if job in self._coming:
+                    self._coming.remove(job)
                 self._end(job.job_id, f"timed out {timeout_s:g} s after its arrival")
 
     def _start(self) -> None:
         for group in self.groups:
-            if group.job is None and self._waiting:
-                job = group.job = self._waiting.popleft()
+            if group.job is None and self._coming and self._coming[0].spec.arrival_s <= self.now_s:
+                job = group.job = self._coming.popleft()
                 group.started_s = self._started_s[job.job_id] = self.now_s
                 group.pending = set(range(len(group.connections)))
                 group.tell(MakeJob(job.spec, self.folder / job.info.file))
@@ -323,13 +317,10 @@ class _Service:
             self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
-        due_s += [
-            job.spec.arrival_s + job.spec.timeout_s
-            for job in self._open.values()
-            if job.spec.timeout_s is not None
-        ]
-        return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
+        specs, now_s = [job.spec for job in self._open.values()], self.now_s
+        due_s = [spec.arrival_s for spec in specs if spec.arrival_s > now_s]
+        due_s += [spec.arrival_s + spec.timeout_s for spec in specs if spec.timeout_s is not None]
+        return max(0.0, min(due_s, default=PATIENCE_S) - now_s) + 1e-3
 
     def _take(self, group: _StockGroup, rank: int, message: object) -> None:
         match message:

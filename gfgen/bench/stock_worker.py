@@ -9,10 +9,9 @@ Every rank answers. Nothing here imports torch before the process has set its vi
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -75,7 +74,6 @@ class JobMade:
     """A rank is free again; the file may not be written yet."""
 
     job_id: str
-    seconds: float
     error: str | None = None
     step_s: float | None = None
     """As of `StockPipeline`."""
@@ -141,14 +139,13 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
                 return RankAnswer(in_one_line(error))
             return RankAnswer()
         case MakeJob(spec, path):
-            began_s = time.monotonic()
             try:
                 frames = pipeline.generate(spec)
             except Exception as error:
-                return JobMade(spec.id, time.monotonic() - began_s, in_one_line(error))
+                return JobMade(spec.id, in_one_line(error))
             if writer is not None:
                 writer.begin(spec, path, frames)
-            return JobMade(spec.id, time.monotonic() - began_s, step_s=pipeline.step_s)
+            return JobMade(spec.id, step_s=pipeline.step_s)
         case _:
             raise AssertionError(f"unknown message {message!r}")
 
@@ -164,30 +161,26 @@ class _FileWriter:
     """A thread that writes files while the device continues, to give plain diffusers every advantage."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._todo: queue.SimpleQueue[tuple[JobSpec, Path, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="writer", daemon=True).start()
+        self._connection, self._lock = connection, threading.Lock()
+        self._thread = ThreadPoolExecutor(1)
 
     def begin(self, spec: JobSpec, path: Path, frames: Any) -> None:
-        self._todo.put((spec, path, frames))
+        self._thread.submit(self._write, spec, path, frames)
 
     def send(self, answer: object) -> None:
         with self._lock:
             self._connection.send(answer)
 
-    def _write(self) -> None:
+    def _write(self, spec: JobSpec, path: Path, frames: Any) -> None:
         from gfgen.runtime.files.outputs import write_output
         from gfgen.runtime.files.writer import frames_by_file
 
-        while True:
-            spec, path, frames = self._todo.get()
-            error = None
-            try:
-                fps = spec.fps if len(frames) > 1 else None
-                for each, part in frames_by_file(frames, path, fps=fps).items():
-                    write_output(part, each, fps=fps, metadata={})
-            except Exception as problem:
-                error = in_one_line(problem)
-            with suppress(OSError):
-                self.send(FileWritten(spec.id, error))
+        error = None
+        try:
+            fps = spec.fps if len(frames) > 1 else None
+            for each, part in frames_by_file(frames, path, fps=fps).items():
+                write_output(part, each, fps=fps, metadata={})
+        except Exception as problem:
+            error = in_one_line(problem)
+        with suppress(OSError):
+            self.send(FileWritten(spec.id, error))

@@ -59,3 +59,14 @@ def on_clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table_row(*cells: object) -> str:
+    """A line of a table in Markdown."""
+    return "|" + "".join([f" {cell} |" if cell != "" else " |" for cell in cells])
+
+
+def table_head(*columns: object) -> str:
+    """The first two lines of such a table. A column may be several, as in 'size | time'."""
+    names = table_row(*columns)
+    return f"{names}\n{'|---' * (names.count('|') - 1)}|"

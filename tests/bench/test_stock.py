@@ -34,7 +34,7 @@ def serving(jobs, *, num_groups=1, num_ranks=1, fails=(), step_s=STEP_S) -> list
                 assert isinstance(message, MakeJob)
                 time.sleep(step_s)
                 error = "out of memory" if message.spec.id in fails else None
-                connection.send(JobMade(message.spec.id, step_s, error))
+                connection.send(JobMade(message.spec.id, error))
                 if writes and error is None:
                     connection.send(FileWritten(message.spec.id))
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -57,17 +57,8 @@ class Cell:
 
     def jobs(self, profile: Profile, *, num_ranks: int) -> tuple[JobSpec, ...]:
         """Arrivals and deadlines follow from the profile, so they are the same simulated and run."""
-        options = WorkloadOptions(
-            load=self.load,
-            seed=self.seed,
-            num_jobs=self.num_jobs,
-            num_ranks=num_ranks,
-            deadlines_from=self.deadlines_from,
-            timeout_s=self.timeout_s,
-            minutes=self.minutes,
-            steps=self.steps,
-        )
-        return workload_of(self.workload, self.model, profile, options)
+        own = {each.name: getattr(self, each.name, num_ranks) for each in fields(WorkloadOptions)}
+        return workload_of(self.workload, self.model, profile, WorkloadOptions(**own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +122,7 @@ class CellStore:
 
     def keep(self, cell: Cell, run: PolicyRun) -> Found:
         found = found_of(cell, run)
-        content = {
-            "cell": asdict(cell),
-            "place": asdict(self.place),
-            "commit": found.commit,
-            "date": found.date,
-            "versions": versions(),
-            "error": found.error,
-            "score": found.score and asdict(found.score),
-        }
+        content = {**asdict(found), "place": asdict(self.place), "versions": versions()}
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{cell.name}.json"
         write_whole(path, json.dumps(content, indent=1) + "\n")

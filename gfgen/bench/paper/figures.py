@@ -72,12 +72,7 @@ class Grid:
     ) -> tuple[Cell, ...]:
         """A cell for each combination and seed; `own` replaces fields."""
         seeds = range(1, own.pop("seeds", self.seeds) + 1)
-        own = {
-            "num_jobs": self.num_jobs,
-            "minutes": self.minutes,
-            "steps": self.steps,
-            "deadlines_from": self.deadlines_from,
-        } | own
+        own = {name: getattr(self, name) for name in ("num_jobs", "minutes", "steps", "deadlines_from")} | own
         return tuple(
             Cell(model=model, workload=workload, load=load, seed=seed, policy=policy, **own)
             for model, workload, load, seed, policy in itertools.product(
@@ -213,21 +208,21 @@ def _scores(grid: Grid, cells: Results) -> Iterator[Table]:
         yield Table(f"{model}, {workload}, load {grid.load:g}", _SCORES, rows)
 
 
+_VALUES: Sequence[tuple[Callable[[Score], float | None], str, float]] = (
+    (lambda found: found.jobs_per_min, "{:.1f}", 1),
+    (lambda found: found.mean_s, "{:.1f}", 1),
+    (lambda found: found.p95_s, "{:.1f}", 1),
+    (_attainment, "{:.0f}", 100),
+    (_bare, "{:.0f}", 100),
+    (lambda found: found.num_failed, "{:.1f}", 1),
+)
 _SCORES = (
     "policy", "jobs a minute", "mean latency, s", "P95, s", "in time, %", "bare deadline, %", "failed"
 )  # fmt: skip
 
 
 def _score_row(name: str, cells: Results, like: Cell) -> list[str]:
-    return [
-        name,
-        words(cells.values(like, lambda found: found.jobs_per_min)),
-        words(cells.values(like, lambda found: found.mean_s)),
-        words(cells.values(like, lambda found: found.p95_s)),
-        words(cells.values(like, _attainment), "{:.0f}", 100),
-        words(cells.values(like, _bare), "{:.0f}", 100),
-        words(cells.values(like, lambda found: float(found.num_failed))),
-    ]
+    return [name, *(words(cells.values(like, value), form, scale) for value, form, scale in _VALUES)]
 
 
 def _collapse(grid: Grid) -> tuple[Cell, ...]:

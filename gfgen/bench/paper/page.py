@@ -14,6 +14,7 @@ from typing import Any
 from gfgen.bench.paper.figures import Figure, Table
 from gfgen.errors import InputError, OutputError
 from gfgen.system.linefile import write_whole
+from gfgen.system.wording import table_head, table_row
 
 _STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
@@ -71,13 +72,8 @@ def _markdown(head: str, sections: Sequence[Section]) -> Iterator[str]:
     for each in sections:
         yield from (f"## {each.figure.title}", "", f"{each.figure.what}; {each.conditions}", "")
         for table in each.tables:
-            yield from (
-                f"**{table.title}**",
-                "",
-                f"| {' | '.join(table.head)} |",
-                "|---" * len(table.head) + "|",
-            )
-            yield from (f"| {' | '.join(row)} |" for row in table.rows)
+            yield from (f"**{table.title}**", "", table_head(*table.head))
+            yield from (table_row(*row) for row in table.rows)
             yield ""
         yield from (each.elsewhere, "") if each.elsewhere else ()
 

@@ -33,7 +33,6 @@ from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
 from gfgen.job.spec import JobSpec
-from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.session.ranks import Ranks
 from gfgen.system.machine import versions
@@ -360,14 +359,12 @@ def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path)
 
 
 def figures(comparison: PolicyComparison) -> list[RunFigures]:
+    same = ("mean_s", "p95_s", "jobs_per_min", "makespan_s")
     return [
         RunFigures(
-            name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),
+            name=found.name.replace(" (", "\n("),
             attainment=found.attainment_client,
-            mean_s=found.mean_s,
-            p95_s=found.p95_s,
-            jobs_per_min=found.jobs_per_min,
-            makespan_s=found.makespan_s,
+            **{name: getattr(found, name) for name in same},
         )
         for found in comparison.scores
     ]
