@@ -99,13 +99,9 @@ def serve(connection: Connection, settings: StockSettings) -> None:
             connection.send(RankAnswer(in_one_line(error)))
             return
         connection.send(RankAnswer())
-        writer = _FileWriter(connection) if settings.rank == 0 else None
+        writer = _FileWriter(connection)
         while (message := _received(connection)) is not None:
-            answer = _answer(pipeline, message, writer)
-            if writer is None:
-                connection.send(answer)
-            else:
-                writer.send(answer)
+            writer.send(_answer(pipeline, message, writer if settings.rank == 0 else None))
 
 
 def _pipeline(settings: StockSettings) -> Any:
