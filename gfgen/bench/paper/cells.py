@@ -57,8 +57,9 @@ class Cell:
 
     def jobs(self, profile: Profile, *, num_ranks: int) -> tuple[JobSpec, ...]:
         """Arrivals and deadlines follow from the profile, so they are the same simulated and run."""
-        own = {each.name: getattr(self, each.name, num_ranks) for each in fields(WorkloadOptions)}
-        return workload_of(self.workload, self.model, profile, WorkloadOptions(**own))
+        names = {each.name for each in fields(WorkloadOptions)} - {"num_ranks"}
+        options = WorkloadOptions(num_ranks=num_ranks, **{name: getattr(self, name) for name in names})
+        return workload_of(self.workload, self.model, profile, options)
 
 
 @dataclass(frozen=True, slots=True)
