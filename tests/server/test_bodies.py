@@ -76,6 +76,7 @@ def test_what_is_no_json_is_no_request_with_a_large_picture_either():
     assert refused(whole.replace(b"base64,", b"base64,\n")) == 400
     assert refused(whole.replace(b"base64,", b"base64,\xff")) == 400
     assert refused({str(number): 0 for number in range(65)}, json_bytes=10**6) == 400
+    assert refused(b'{"prompt": "a fox", "args": {"eta": 1, "eta": 2}}') == 400
 
 
 def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():

@@ -932,11 +932,16 @@ def test_a_path_that_is_not_there_names_the_nearest(server):
     for path, hint in {
         "/images/generations": "; did you mean /v1/images/generations?",
         "/v1/v1/images/generations": "; did you mean /v1/images/generations?",
-        "/v1/images/generations/": "; did you mean /v1/images/generations?",
+        "/v1/image/generations": "; did you mean /v1/images/generations?",
         "/sdapi/v1/txt2img": "; did you mean /sdapi/v1/txt2img with gfgen serve --a1111?",
         "/nothing": "",
     }.items():
         assert error_of(server.http.post(path), 404)["message"] == f"there is no such path{hint}"
+
+
+def test_slashes_too_many_are_none(server):
+    for path in ("/health/", "//v1/models", "/v1//models/", "/v1/models//fake-video"):
+        assert server.http.get(f"{server.url}{path}").status_code == 200
 
 
 def test_head_is_answered_as_get_without_a_body(server):
@@ -973,6 +978,11 @@ def test_pages_of_other_sites_may_not_ask(server):
         assert told["message"] == f"Host {host}: not this server; name it by --public-url, or set a key"
     for host in ("127.0.0.1:80", "[::1]:3000", "localhost", "LocalHost", "a.localhost:1"):
         assert server.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port)) as check:
+        check.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # as load balancers do
+        assert check.recv(99).startswith(b"HTTP/1.1 200")
+    packed = server.http.post("/v1/videos", content=b"", headers={"Content-Encoding": "gzip"})
+    assert "Content-Encoding gzip" in error_of(packed, 400)["message"]
     own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
     job = server.http.post("/v1/videos", json=body | {"num_inference_steps": 1}, headers=own)
     assert job.status_code == 200

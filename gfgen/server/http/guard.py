@@ -74,6 +74,8 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         scope["root_path"] = self._root_path
+        path = re.sub("/+", "/", scope["path"])  # clients join http://host/ and /v1/jobs/
+        scope["path"] = path if path.rstrip("/") in ("", self._root_path) else path.rstrip("/")
         headers, began_s = Headers(scope=scope), time.perf_counter()
         sending = _Secured(send, request_id=_request_id(headers), is_head=scope["method"] == "HEAD")
         try:
@@ -114,8 +116,11 @@ class RequestGuard:
             raise ApiError(400, f"{len(hosts)} Host headers; send one", headers={"Connection": "close"})
         host = headers.get("host", "")
         name = re.sub(r":\d*$", "", host).lower()
-        if self._hosts is not None and name not in self._hosts and not name.endswith(".localhost"):
+        is_own = self._hosts is None or name in self._hosts or name.endswith(".localhost")
+        if hosts and not is_own:  # health checks by HTTP/1.0 name none; pages do
             raise ApiError(400, f"Host {host[:80]}: not this server; name it by --public-url, or set a key")
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(400, f"Content-Encoding {coding[:80]}: send the body as it is")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused, but for --allow-origin")
 

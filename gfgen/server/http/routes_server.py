@@ -69,7 +69,7 @@ async def list_models(service: Service) -> server_schemas.ModelList:
 @router.get("/v1/models/{model:path}", summary="Get a model")
 async def get_model(service: Service, model: str) -> server_schemas.ServedModel:
     for each in service.models():
-        if each.id == model:
+        if each.id.lstrip("/") == model.lstrip("/"):
             return each
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
 

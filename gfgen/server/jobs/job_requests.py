@@ -14,6 +14,7 @@ import logging
 import math
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobFileError, Problem
-from gfgen.job.fields import NAME, parse_fields
+from gfgen.job.fields import NAME, REPEATED, parse_fields, plain_name
 from gfgen.job.images import ImageError, check_content, is_video
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import SCALE_FIELDS, JobSpec, default_seed, drawn, later_seed, num_pictures
@@ -337,7 +338,7 @@ def line_failure(error: ApiError, *, line: int, custom_id: str | None) -> LineFa
 def json_object(content: bytes) -> dict[str, Any]:
     """The fields of a request; raises ApiError."""
     try:
-        value = json.loads(content, parse_constant=_refuse_constant)
+        value = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except UnicodeDecodeError:
         raise ApiError(400, "the request is not UTF-8") from None
     except RecursionError:
@@ -349,6 +350,12 @@ def json_object(content: bytes) -> dict[str, Any]:
     if len(value) > MAX_FIELDS:
         raise ApiError(400, f"{len(value):,} fields; at most {MAX_FIELDS} are accepted")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise bad(plain_name(Counter(name for name, _ in pairs).most_common(1)[0][0]), REPEATED)
+    return found
 
 
 def _refuse_constant(name: str) -> Any:
