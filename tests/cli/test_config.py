@@ -83,7 +83,7 @@ def test_check_has_the_options_of_run_unless_it_has_its_own(capsys, folder, monk
 
     of_user('output = "of-all"\n[run]\noutput = "of-user"\n')
     assert output() == "of-user"
-    (folder / "gfgen.toml").write_text('[run]\noutput = "of-run"\ngrace = "5s"\n')
+    (folder / "gfgen.toml").write_text('\ufeff[run]\noutput = "of-run"\ngrace = "5s"\n')
     assert output() == "of-run"
     (folder / "gfgen.toml").write_text('[run]\noutput = "of-run"\n[check]\noutput = "of-check"\n')
     assert output() == "of-check"
@@ -118,9 +118,18 @@ def test_numbers_flags_lists_and_names_with_dashes_are_read(capsys, folder, runs
 )
 def test_a_faulty_file_says_what_is_wrong_before_anything_starts(capsys, folder, runs, text, message):
     (folder / "gfgen.toml").write_text(text)
-    code, _, err = gfgen(capsys, "run", "jobs.jsonl")
-    assert (code, runs) == (2, [])
-    assert message in err
+    for command in ("run", "check"):
+        code, _, err = gfgen(capsys, command, "jobs.jsonl")
+        assert (code, runs) == (2, [])
+        assert message in err
+
+
+def test_a_link_to_nowhere_is_no_missing_file(capsys, folder, runs):
+    (folder / "gfgen.toml").symlink_to("unmounted/gfgen.toml")
+    assert gfgen(capsys, "run", "jobs.jsonl")[::2] == (
+        2,
+        "gfgen: gfgen.toml: cannot be read (No such file or directory)\n",
+    )
 
 
 def test_subcommands_have_tables_in_the_table_of_their_group(capsys, folder):

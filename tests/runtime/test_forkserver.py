@@ -46,6 +46,21 @@ def test_a_folder_for_temporary_files_may_have_a_long_path(tmp_path):
     assert os.listdir(folder) == ["worked"]
 
 
+def test_a_folder_for_temporary_files_may_be_a_volume_without_sockets(tmp_path):
+    """virtiofs, as Docker on a Mac has it, refuses to change their mode."""
+    script = textwrap.dedent("""\
+        def refuse(path, mode):
+            if os.path.realpath(path).startswith(os.environ["TMPDIR"]):
+                raise OSError(22, "Invalid argument")
+
+        os.chmod = refuse
+        start_one()
+        open(os.environ['TMPDIR'] + '/worked', 'w')
+    """)
+    run(tmp_path, script)
+    assert os.listdir(tmp_path) == ["worked"]
+
+
 def test_a_server_that_was_killed_is_started_anew_and_no_descriptor_is_lost(tmp_path):
     script = textwrap.dedent("""\
         start_one()

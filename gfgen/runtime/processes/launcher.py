@@ -99,7 +99,7 @@ class Launcher:
             if not isinstance(error, OSError | EOFError):
                 raise
             is_limit = isinstance(error, EOFError) or error.errno in (errno.EMFILE, errno.EAGAIN)
-            limit = " (see above; perhaps raise ulimit -n or ulimit -u)" if is_limit else ""
+            limit = " (see above; perhaps raise ulimit -n, -u or -t)" if is_limit else ""
             reason = machine.why_killed(self._oom_kills) or f"{error}{limit}"
             raise WorkerError(f"{name} cannot be started: {reason}; run again to go on") from error
         finally:
@@ -116,13 +116,20 @@ def _enter(target: str, *arguments: socket.socket | WorkerSettings) -> None:
 
 def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
     """Start the fork server unless it runs; what it forks dies with the run and keeps `keep_fds` open."""
+    try:
+        _ensure_fork_server(keep_fds, None)
+    except OSError:  # TMPDIR may be a volume without sockets: FUSE, virtiofs
+        _ensure_fork_server(keep_fds, "/dev/shm")
+
+
+def _ensure_fork_server(keep_fds: Sequence[int], place: str | None) -> None:
     # The kernel would kill the server at the end of any other thread.
     assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
     server: Any = multiprocessing.forkserver._forkserver
     address_before = server._forkserver_address
     with (
         _our_start(keep_fds),
-        tempfile.TemporaryDirectory(prefix="gfgen-") as made,
+        tempfile.TemporaryDirectory(prefix="gfgen-", dir=place) as made,
         _socket_folder(made) as folder,
     ):
         with _signals_blocked():
