@@ -131,6 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 click.echo(f"gfgen: {error}", err=True)
         exit_code = error.exit_code
+    except Exception:
+        if logging.getLogger("gfgen").handlers:  # perhaps nobody reads standard error
+            extra = log.fields(event="failed", exit_code=1) | log.FILE_ONLY
+            logging.getLogger(__name__).exception("failed", extra=extra)
+        raise
     _let_go_of_closed_streams()
     sys.exit(exit_code)
 
@@ -170,8 +175,11 @@ def _invoke(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise RunError("too many open files: raise the limit (ulimit -n), then run again") from error
-        if isinstance(error.filename, str) and error.errno in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP):
-            raise InputError(f"{error.filename[:80]}: {error.strerror}") from error
+        if isinstance(error.filename, str) and error.errno not in (errno.ENOENT, errno.EEXIST):
+            is_input = error.errno in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)  # else a lost drive
+            raise (InputError if is_input else RunError)(
+                f"{error.filename[:80]}: {error.strerror}"
+            ) from error
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         raise RunError(f"cannot write: {error.strerror}") from error

@@ -4,6 +4,8 @@ import errno
 import importlib.metadata
 import importlib.util
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
@@ -96,12 +98,16 @@ def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arg
     assert "Traceback" not in err
 
 
-def test_a_path_that_this_user_may_not_look_at_is_one_line(capsys, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 2), (errno.ESTALE, 1), (errno.ENOTCONN, 1)])
+def test_a_path_that_cannot_be_looked_at_is_one_line(capsys, monkeypatch, number, code):
+    """It is closed to this user, or on a network drive that is lost."""
+
     def refuse(path, **_):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "is_dir", refuse)
-    assert gfgen(capsys, "status", "/closed/run") == (2, "", "gfgen: /closed/run: Permission denied\n")
+    told = f"gfgen: /lost/run: {os.strerror(number)}\n"
+    assert gfgen(capsys, "status", "/lost/run") == (code, "", told)
 
 
 @pytest.mark.parametrize(
@@ -437,12 +443,14 @@ def test_output_that_cannot_be_written_is_one_line(arguments):
     assert in_shell(">/dev/full", *arguments) == (1, "", "gfgen: cannot write: No space left on device\n")
 
 
-def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch):
+def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch, caplog):
     monkeypatch.setattr(
         "gfgen.cli.main.importlib.import_module", lambda _: Path("/nowhere/at/all").read_text()
     )
+    monkeypatch.setattr(logging.getLogger("gfgen"), "handlers", [caplog.handler])  # as of --log-file
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
+    assert "/nowhere/at/all" in caplog.text
 
 
 def test_help_that_names_a_page_says_where_pages_are() -> None:
