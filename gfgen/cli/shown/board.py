@@ -117,7 +117,7 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         return 80, 24
-    return max(20, size.columns), max(3, size.lines)
+    return max(20, size.columns or 80), max(3, size.lines or 24)  # 0: the terminal does not know
 
 
 def printable(text: str, stream: TextIO) -> str:
