@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -397,6 +398,19 @@ def test_a_full_disk_is_not_ready_and_says_when_to_ask_again(ready, full_disk):
         assert (answer.status_code, answer.headers["retry-after"]) == (status, "30")
         assert answer.json()["error"]["code"] == "disk_full"
         assert "free some space" in answer.json()["error"]["message"]
+
+
+def test_a_folder_that_was_removed_is_no_full_disk(ready, tmp_path):
+    ready.mirror.run_info = replace(
+        ready.mirror.run_info, models=(served_model(MODELS["fake-video"], created=1),)
+    )
+    shutil.rmtree(tmp_path)
+    upload = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    for path, values in (("/ready", {}), ("/v1/files", upload), ("/v1/jobs", {"json": {"prompt": "a"}})):
+        answer = asked_over_http(ready, "POST" if values else "GET", path, **values)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "not_ready")
+        assert "removed" in error["message"]
 
 
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):

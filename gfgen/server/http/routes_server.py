@@ -17,6 +17,7 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import server_schemas
 from gfgen.server.protocol.problems import ApiError
 from gfgen.server.shown.prometheus import CONTENT_TYPE
+from gfgen.server.store import RemovedError
 
 router = APIRouter(tags=["server"])
 ROUTERS = (router,)
@@ -38,7 +39,8 @@ async def ready(service: Service) -> dict[str, str | int]:
     try:
         await service.store.check_writable()
     except OutputError as error:
-        raise ApiError(503, str(error), code="disk_full", retry_after_s=30) from None
+        code = "not_ready" if isinstance(error, RemovedError) else "disk_full"
+        raise ApiError(503, str(error), code=code, retry_after_s=30) from None
     ranks = service.mirror.run.ranks.values()
     waiting = [rank for rank in ranks if rank.status in ("starting", "lost")]
     if not ranks:

@@ -30,7 +30,7 @@ from gfgen.job import images
 from gfgen.server.jobs.job_requests import RequestedJob, checked_picture
 from gfgen.server.protocol.problems import ApiError, bad
 from gfgen.server.protocol.server_schemas import BatchInput, Purpose, UploadedFile
-from gfgen.server.store import ENDED, JobFacts, Store
+from gfgen.server.store import ENDED, JobFacts, RemovedError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +179,8 @@ def _write(path: Path, content: bytes, *, what: str) -> None:
         path.parent.mkdir(exist_ok=True)
         partial.write_bytes(content)
         partial.replace(path)
+    except FileNotFoundError:
+        raise RemovedError(f"cannot {what}: its folder was removed; start the server again") from None
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OutputError(f"cannot {what} ({error.strerror}); free some space and retry") from None
