@@ -245,6 +245,8 @@ def ready_pool(
     from gfgen.runtime.processes.starting import wait_ready
 
     machine.check_limits(ranks.num_ranks)
+    if not ranks.are_on_gpus:
+        machine.check_code_memory()
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(

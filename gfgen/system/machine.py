@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import math
+import mmap
 import os
 import platform
 import re
@@ -239,6 +240,15 @@ def check_limits(num_ranks: int = 0) -> None:
         if error.errno == errno.EFBIG:
             why, help_ = f"files of {size_in_words(LEAST_FILE_BYTES)} are too large", "raise ulimit -f"
         raise InputError(f"shared memory is refused here ({why}); {help_}") from None
+
+
+def check_code_memory() -> None:
+    """Raises: InputError where a sandbox refuses the memory into which convolutions on CPUs write code."""
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
+    except PermissionError:
+        help_ = "allow it in the sandbox (systemd: MemoryDenyWriteExecute=no; SELinux: execmem)"
+        raise InputError(f"memory that is writable and executable is refused here; {help_}") from None
 
 
 _MAX_DEPTH = 32

@@ -8,6 +8,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from builders import make_job
@@ -25,7 +26,7 @@ from gfgen.session import memory
 from gfgen.session.memory import GpuMemory, HostMemory, split
 from gfgen.session.ranks import AskedRanks, Ranks
 from gfgen.system import machine as this_machine
-from gfgen.system.machine import RANK_BYTES, RUN_BYTES, available_bytes, check_limits
+from gfgen.system.machine import RANK_BYTES, RUN_BYTES, available_bytes, check_code_memory, check_limits
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
@@ -60,6 +61,13 @@ def test_shared_memory_that_is_refused_is_one_line(monkeypatch, number, words):
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(InputError, match=f"shared memory is refused here .*{words}"):
         check_limits()
+
+
+def test_a_sandbox_in_which_no_code_can_be_made_is_one_line(monkeypatch):
+    check_code_memory()
+    monkeypatch.setattr("mmap.mmap", Mock(side_effect=PermissionError))
+    with pytest.raises(InputError, match="MemoryDenyWriteExecute=no"):
+        check_code_memory()
 
 
 def test_ranks_whose_processes_do_not_fit_are_refused_with_how_many_would(monkeypatch):
