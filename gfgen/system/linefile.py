@@ -62,11 +62,15 @@ def has_its_name(path: Path, opened: os.stat_result) -> bool:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file and rename it into place, so that readers never see half of it. Raises: OSError."""
+    content = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # /dev/null, which root could replace, or a pipe
+        path.write_bytes(content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with open(fd, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             os.fchmod(fd, 0o644)  # a cache may belong to several users
         os.rename(partial, path)
     except BaseException:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.system.linefile import LineFile
+from gfgen.system.linefile import LineFile, write_whole
 
 
 @pytest.fixture
@@ -77,3 +77,11 @@ def test_a_torn_line_is_ended_before_the_next_begins(tmp_path):
     file.append(b"next\n")
     file.close()
     assert path.read_bytes() == b"whole\ntor\nnext\n"
+
+
+def test_a_device_is_written_and_not_replaced_by_a_file(tmp_path):
+    """Root could: `gfgen profile -o /dev/null`."""
+    path = tmp_path / "link"
+    path.symlink_to("/dev/null")
+    write_whole(path, "times")
+    assert path.is_symlink()

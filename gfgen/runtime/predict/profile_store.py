@@ -181,7 +181,7 @@ def export_times(path: Path) -> Sequence[Profile]:
     profiles = [each[1] for found in sorted(here) if (each := _readable(found)) is not None]
     if not profiles:
         raise InputError("no times of tasks were measured here: 'gfgen profile' and runs measure them")
-    if path.exists():
+    if path.is_file():
         _exported(path)
     content = {"gfgen_times": FORMAT, "profiles": [json.loads(each.as_json()) for each in profiles]}
     try:
