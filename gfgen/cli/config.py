@@ -43,6 +43,8 @@ class ConfigFile:
         """
         options, found = options_of(command), dict[str, Any]()
         table: Any = self.content
+        if name == "check" and isinstance(of_run := table.get("run"), dict):  # as a run would have it
+            table = {**table, **of_run}
         for word in ("", *name.split()):
             table = table.get(word, {}) if word else table
             if not isinstance(table, dict):
@@ -50,10 +52,6 @@ class ConfigFile:
             own = {
                 each.replace("_", "-"): value for each, value in table.items() if not isinstance(value, dict)
             }
-            if name == "check" and not word:  # as a run would have it
-                from gfgen.cli.run import run
-
-                own |= self.values_for("run", run)
             found |= {each: value for each, value in own.items() if each in options}
         if not isinstance(command, click.Group) and (
             unknown := next((x for x in own if x not in options), None)

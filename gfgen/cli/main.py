@@ -57,6 +57,8 @@ class _LazyGroup(click.Group):
         module_name, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module_name), attribute)
         command = with_variables(command, cmd_name)
+        if cmd_name == "check":  # which refuses the files that a run refuses
+            self.get_command(ctx, "run")
         if cmd_name not in WITHOUT_FILES:
             ctx.default_map = {**(ctx.default_map or {}), cmd_name: defaults_of(command, cmd_name)}
         return command
@@ -176,10 +178,8 @@ def _invoke(arguments: list[str]) -> int:
         if error.errno == errno.EMFILE:
             raise RunError("too many open files: raise the limit (ulimit -n), then run again") from error
         if isinstance(error.filename, str) and error.errno not in (errno.ENOENT, errno.EEXIST):
-            is_input = error.errno in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)  # else a lost drive
-            raise (InputError if is_input else RunError)(
-                f"{error.filename[:80]}: {error.strerror}"
-            ) from error
+            kind = InputError if error.errno in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) else RunError
+            raise kind(f"{error.filename[:80]}: {error.strerror}") from error  # such as of a lost drive
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         raise RunError(f"cannot write: {error.strerror}") from error
