@@ -28,6 +28,7 @@ from __future__ import annotations
 import copyreg
 import os
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -210,7 +211,8 @@ class InterruptedRunError(GfgenError):
 def in_one_line(error: BaseException, *, limit: int = 300) -> str:
     """'ZeroDivisionError: division by zero', whatever the message looks like."""
     try:
-        text = " ".join(str(error).split())
+        lines = [each.line for each in traceback.extract_tb(error.__traceback__)[-1:]]  # of a bare assertion
+        text = " ".join((str(error) or "".join(filter(None, lines))).split())
     except Exception:  # the message of a user's own exception may be broken too
         text = "its message cannot be shown"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -144,6 +144,13 @@ class TestWhatIsSaidOfFiles:
             f"the first of several frames or pages counts: {name} has 4"
         ]
 
+    @pytest.mark.parametrize(("white", "is_dark"), [(1, True), (100, True), (200, False)])
+    def test_a_mask_without_light_pixels(self, tmp_path: Path, white: int, is_dark: bool) -> None:
+        Image.fromarray(np.uint8([[0, white]])).save(tmp_path / "a.png")
+        expected = ["a mask without light pixels selects nothing: a.png"] if is_dark else []
+        assert remarks(tmp_path / "a.png", "mask_image") == expected
+        assert remarks(tmp_path / "a.png", "image") == []
+
     def test_a_video_whose_rate_changes(self, tmp_path: Path) -> None:
         write_videos(tmp_path)
         assert remarks(tmp_path / "even.mp4") == remarks(tmp_path / "even.mkv") == []

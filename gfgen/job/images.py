@@ -230,7 +230,7 @@ def remarks_on(path: str, sha256: str, *, argument: str) -> tuple[Warned, ...]:
     with contextlib.suppress(OSError, ImageError):
         if is_video(path):
             return tuple(_remarks_on_video(Path(path)))
-        return tuple(_remarks_on_picture(Path(path), has_frames=takes_frames(argument)))
+        return tuple(_remarks_on_picture(Path(path), argument))
     return ()
 
 
@@ -246,16 +246,18 @@ def upright_size(path: str, sha256: str) -> tuple[int, int] | None:
     return None
 
 
-def _remarks_on_picture(path: Path, *, has_frames: bool) -> Iterator[Warned]:
+def _remarks_on_picture(path: Path, argument: str) -> Iterator[Warned]:
     from PIL import Image
 
     with Image.open(path, formats=IMAGE_FORMATS) as picture:
-        number, moves = getattr(picture, "n_frames", 1), has_frames and num_frames(picture) > 1
+        number, moves = getattr(picture, "n_frames", 1), takes_frames(argument) and num_frames(picture) > 1
         if number > 1 and not moves and picture.format != "MPO":
             yield Warned("the first of several frames or pages counts", f"{path.name} has {number}")
         if picture.mode in ("I", "F"):
             white = f"{path.name}: {_white_of(picture):g} is taken for white"
             yield Warned("numbers in a picture whose format does not say what is white", white)
+        if "mask" in argument and not (moves or any(as_rgb(picture).convert("L").histogram()[128:])):
+            yield Warned("a mask without light pixels selects nothing", path.name)
         if not moves and not picture.has_transparency_data:
             return  # it need not be decoded
         frames = itertools.islice(frames_of(picture), None if moves else 1)

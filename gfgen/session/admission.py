@@ -30,7 +30,7 @@ from typing import Any
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, Warned, listed
 from gfgen.job.packed import FEW, Packed
 from gfgen.job.reader import KEY_BYTES, JobSource, ParsedJobs, passed_deadlines, with_bar
-from gfgen.job.spec import JobSpec, call_key
+from gfgen.job.spec import JobSpec, call_key, prompts_of
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint
 from gfgen.models.geometry.model import load_geometry, weightless_geometry
@@ -372,14 +372,15 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool =
 def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str, Any]:
     """What jobs of a checkpoint need beyond the known answers."""
     calls: dict[str, Any] = {}
-    texts: dict[str, tuple[str, str]] = {}
+    texts: dict[str, tuple[str, str, str]] = {}
     characters: set[str] = set()
     for key, job in jobs:
         answer = known["calls"].get(key)
-        odd = set(_ODD.findall(f"{job.spec.prompt}{job.spec.negative_prompt or ''}"))
+        odd = set(_ODD.findall("".join(prompts_of(job.spec).values())))
         characters |= (odd := odd - known["unknown"].keys())
-        most = SAFE_BYTES if answer is None else answer["most_bytes"]
-        new = {_text_id(key, text): (key, text) for text in _long_texts(job.spec, most)}
+        safe = SAFE_BYTES if len(prompts_of(job.spec)) == 2 else 0  # perhaps no encoder gets a prompt_2
+        most = safe if answer is None else answer["most_bytes"]
+        new = {_text_id(key, *each): (key, *each) for each in _long_texts(job.spec, most)}
         texts |= (new := {name: text for name, text in new.items() if name not in known["texts"]})
         if new or odd or answer is None:
             calls.setdefault(key, asdict(job.spec))
@@ -390,13 +391,15 @@ def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem
     spec = job.spec
     if (refused := found["calls"][key].get("refused")) is not None:
         return replace(Problem.of(None, None, f"{job.info.family} refuses it: {refused}"), line=spec.line)
-    for name in ("prompt", "negative_prompt"):
-        text = getattr(spec, name) or ""
-        read = found["texts"].get(_text_id(key, text), len(text))
+    for name in sorted({*found["calls"][key].get("idle", ())} & {*(job.info.asked.scheduler or {})}):
+        job = job.warned(Warned(f"scheduler.{name} has no effect on the steps of this job"))
+    for name, text in prompts_of(spec).items():
+        read = found["texts"].get(_text_id(key, name, text), len(text))
         if rest := text[read:].split():
-            kind = f"the end of a long {name} has no effect, because no text encoder reads it"
+            what = f"the end of a long {name}" if read or name == "prompt" else f"all of {name}"
+            kind = f"{what} has no effect, because no text encoder reads it"
             shown = " ".join(rest[:_SHOWN_WORDS]) + (" ..." if len(rest) > _SHOWN_WORDS else "")
-            job = job.warned(Warned(kind, f"{len(rest)} words from {shown!r}"))
+            job = job.warned(Warned(kind, f"{counted(len(rest), 'word')} from {shown!r}"))
         if unknown := [each for each in dict.fromkeys(_ODD.findall(text)) if found["unknown"].get(each)]:
             kind = f"characters of the {name} have no effect on a text encoder whose tokenizer lacks them"
             job = job.warned(Warned(kind, " ".join(unknown)))
@@ -410,17 +413,17 @@ def _key(job: AdmittedJob) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:20]
 
 
-def _text_id(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:20]
+def _text_id(key: str, name: str, text: str) -> str:
+    return hashlib.sha256(f"{key} {name} {text}".encode()).hexdigest()[:20]
 
 
-def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[str]:
-    return (text for text in (spec.prompt, spec.negative_prompt or "") if len(text.encode()) > most_bytes)
+def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[tuple[str, str]]:
+    return (each for each in prompts_of(spec).items() if len(each[1].encode()) > most_bytes)
 
 
 _ODD = re.compile(r"""[^A-Za-z0-9\s.,;:!?'"()/&%$#@*+=_-]""")
 """Characters that a tokenizer may not know."""
-_ANSWERS = 6
+_ANSWERS = 7
 """A number that rises when calls are tried otherwise."""
 
 

@@ -217,6 +217,12 @@ class TestScheduler:
             "numbers up to 1 are accepted, without the 0 at the end, which the scheduler adds"
         )
 
+    def test_sigmas_stand_beside_no_schedule_of_the_scheduler(self) -> None:
+        (found,) = self.problems(scheduler={"use_karras_sigmas": True}, sigmas=[1.0, 0.5])
+        assert found.endswith(
+            "use_karras_sigmas of the scheduler spaces the noise levels itself; leave one out"
+        )
+
     def test_sigmas_need_a_scheduler_that_takes_them(self) -> None:
         (found,) = self.problems(scheduler={"class": "DDIMScheduler"}, sigmas=[1.0, 0.5])
         assert found == "sigmas: DDIMScheduler takes no sigmas; name another scheduler or leave them out"

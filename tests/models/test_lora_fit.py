@@ -27,8 +27,8 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.lora import accounting
-from gfgen.models.lora.accounting import LoraFit, LoraFits, by_headers
-from gfgen.models.lora.reading import answer, weightless_pipeline
+from gfgen.models.lora.accounting import LoraFit, LoraFits, Match, by_headers
+from gfgen.models.lora.reading import _name_sources, answer, weightless_pipeline
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.ipc.settings import HOST_PLAN
@@ -446,3 +446,11 @@ def test_the_option_counts_after_lines_and_defaults_and_null_is_none(tmp_path: P
         assert (again.lora, again.lora_files) == (parsed.specs[0].lora, parsed.specs[0].lora_files)
     option, default, line = ([str(path)] for path in paths)
     assert found == {False: [option, line, None], True: [default, line, None]}
+
+
+def test_an_alpha_that_a_converter_gives_to_no_layer_is_a_problem():
+    match = Match(odd=["unet.a.alpha"])
+    _name_sources(
+        match, {"unet.a.alpha": set(), "": {"lora_unet_a.alpha"}}, {"lora_unet_a.alpha": torch.ones(())}
+    )
+    assert match.odd == ["unet.a.alpha"]

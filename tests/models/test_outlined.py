@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_answers_say_what_is_refused_and_what_is_read(folder):
             "short": job | {"args": {**job["args"], "max_sequence_length": 8}},
         },
         "texts": {
-            "long": ("plain", "fox " * 400),
-            "fits": ("plain", "fox " * 50),
-            "cut": ("short", "fox " * 50),
+            "long": ("plain", "prompt", "fox " * 400),
+            "fits": ("plain", "prompt", "fox " * 50),
+            "cut": ("short", "negative_prompt", "fox " * 50),
         },
         "characters": ["狐", "x"],
     }
@@ -90,6 +91,30 @@ def test_answers_say_what_is_refused_and_what_is_read(folder):
     assert found["texts"]["long"] < 1600
     assert found["texts"]["cut"] < 200
     assert found["unknown"] == {"狐": True, "x": False}
+
+
+def test_prompts_that_no_encoder_gets_and_options_without_effect_are_found(folder):
+    checkpoint = save_checkpoint("StableDiffusion3Pipeline", folder / "without_t5")
+    index = json.loads((checkpoint / "model_index.json").read_text())
+    index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (checkpoint / "model_index.json").write_text(json.dumps(index))
+    size = {"id": "a", "prompt": "a fox", "width": 64, "height": 64, "steps": 3, "seed": 0}
+    others = {"prompt_2": "an owl", "prompt_3": "a bear"}
+    calls = {
+        "texts": size | {"args": others},
+        "options": size | {"scheduler": {"shift": 2.0, "base_shift": 0.1, "max_shift": 3.0}},
+        "class": size | {"scheduler": {"class": "DPMSolverMultistepScheduler", "use_lu_lambdas": False}},
+    }
+    texts = {name: ("texts", name, "a fox " * 30) for name in ("prompt", *others)}
+    asked = {"checkpoint": str(checkpoint), "trusts_code": False, "calls": calls, "texts": texts}
+    found = answers(asked)
+    assert found["calls"]["texts"] == {"unknown": None, "most_bytes": 0, "idle": []}
+    assert found["texts"]["prompt_3"] == 0
+    assert 0 < found["texts"]["prompt"] == found["texts"]["prompt_2"] < 180
+    assert found["calls"]["options"]["idle"] == ["base_shift", "max_shift"]
+    assert found["calls"]["class"]["idle"] == []
+    pipeline = load_any(checkpoint, load_geometry(checkpoint), device="cpu", dtype=torch.float32).pipeline
+    assert pipeline.text_encoder_3 is None
 
 
 def refusals(folder: Path, name: str, **jobs: dict[str, Any]) -> dict[str, str | None]:

@@ -365,6 +365,7 @@ DAMAGED: Mapping[str, tuple[Mapping[str, Tensor], str]] = {
     "nf4": ({"a.weight": ONE.byte(), "a.weight.absmax": torch.ones(1)}, r"quantised with bitsandbytes"),
     "int8 of bitsandbytes": ({"a.weight": ONE.to(torch.int8), "a.SCB": torch.ones(4)}, r"bitsandbytes"),
     "nunchaku": ({"a.qweight": ONE.to(torch.int8), "a.wscales": ONE}, r"for nunchaku \(SVDQuant\)"),
+    "whole numbers": ({"a.weight": ONE.to(torch.int8)}, r"a.weight has the type I8; bf16, fp16, fp32, fp8"),
     "AWQ": ({"a.qweight": ONE.int(), "a.qzeros": ONE.int()}, r"weights in 4 bits \(AWQ or GPTQ\)"),
     "nvfp4": ({"a.weight": ONE.byte(), "a.weight_scale_2": torch.ones(())}, r"weights in nvfp4"),
     "blocks": ({"a.weight": ONE.to(E4M3), "a.weight_scale_inv": ONE}, r"a scale for each block"),

@@ -249,7 +249,7 @@ def test_calls_with_weights_are_tried_without_weights_of_the_model_and_read_all_
             "checkpoint": str(checkpoints[name]),
             "trusts_code": False,
             "calls": {"a1111": job, "plain": {**job, "prompt_syntax": None}},
-            "texts": {"all": ("a1111", LONG), "cut": ("plain", LONG)},
+            "texts": {"all": ("a1111", "prompt", LONG), "cut": ("plain", "prompt", LONG)},
         }
     )
     assert [found["calls"][key]["unknown"] for key in ("a1111", "plain")] == [None, None]

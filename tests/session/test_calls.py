@@ -28,8 +28,8 @@ def asked(monkeypatch, tmp_path):
         return [
             {
                 "calls": {
-                    key: {"refused" if fields["scheduler"] else "unknown": "no" * bool(fields["scheduler"])}
-                    | {"most_bytes": 100}
+                    key: ({"refused": "no"} if "LCM" in str(fields["scheduler"]) else {"unknown": ""})
+                    | {"most_bytes": 100, "idle": ["base_shift", "max_shift"]}
                     for key, fields in each["calls"].items()
                 },
                 "texts": dict.fromkeys(each["texts"], 5),
@@ -104,6 +104,25 @@ def test_words_that_no_encoder_reads_are_a_warning(asked, tmp_path):
     assert warned.kind == "the end of a long prompt has no effect, because no text encoder reads it"
     assert warned.detail == "58 words from 'a fox a fox a fox a fox ...'"
     assert short.info.warnings == ()
+
+
+def test_other_prompts_are_read_as_the_first_ones(asked, tmp_path):
+    others = {"prompt_2": "an owl at 狐", "max_sequence_length": 64}
+    (job, second), _ = judged(tmp_path, {"args": others}, {"args": others | {"prompt_2": "a cat"}})
+    assert len(asked[0][0]["calls"]) == 1
+    assert [str(each) for each in job.info.warnings] == [
+        "the end of a long prompt_2 has no effect, because no text encoder reads it: 3 words from 'l at 狐'",
+        "characters of the prompt_2 have no effect on a text encoder whose tokenizer lacks them: 狐",
+    ]
+    assert second.info.warnings == ()
+
+
+def test_options_without_effect_are_warned_about_if_the_job_gives_them(asked, tmp_path):
+    flow = {"class": "FlowMatchEulerDiscreteScheduler", "base_shift": 0.1}
+    (job,), _ = judged(tmp_path, {"scheduler": flow})
+    assert [str(each) for each in job.info.warnings] == [
+        "scheduler.base_shift has no effect on the steps of this job"
+    ]
 
 
 def test_a_new_text_that_surely_fits_is_not_asked_about(asked, tmp_path):

@@ -54,7 +54,7 @@ _OTHER_BRANCH = re.compile(r"\b(neg_noise_pred|noise_(pred_)?uncond) = (self\.tr
 _STRETCHES = re.compile(r"preprocess\(image, (height=)?height, (width=)?width(, crops_coords=.*)?\)")
 _SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
-_NEEDS_SCIPY = ("use_beta_sigmas",)
+SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
 _NEEDED = ("image", "mask_image", "control_image", "control_mask", "video")
 """Pictures that a call needs, whatever the default, unless its annotation says that they may be None."""
@@ -347,13 +347,16 @@ def scheduler_problems(spec: JobSpec, own_class: str | None, *, is_flow: bool = 
             yield Problem.of(f"scheduler.{option}", shown(value), f"is no option of {name}; {hint}")
         elif not argument.accepts(value):
             yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")
-        elif value is True and option in _NEEDS_SCIPY and importlib.util.find_spec("scipy") is None:
+        elif value is True and option == "use_beta_sigmas" and importlib.util.find_spec("scipy") is None:
             yield Problem.of(f"scheduler.{option}", "true", "needs the package scipy; pip install scipy")
     for package in _SCHEDULER_PACKAGES.findall(_files_by_class("schedulers")[name].read_text()):
         if importlib.util.find_spec(package) is None:
             yield Problem.of("scheduler.class", name, f"needs the package {package}; pip install {package}")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
         yield Problem.of("sigmas", None, f"{name} takes no sigmas; name another scheduler or leave them out")
+    elif spec.sigmas is not None and (own := [each for each in SPACINGS if options.get(each) is True]):
+        accepted = f"{own[0]} of the scheduler spaces the noise levels itself; leave one out"
+        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
     most = 1 if is_flow or FLOW in f"{own_class} {name}" else MAX_SIGMA
     if spec.sigmas is not None and (spec.sigmas[0] > most or spec.sigmas[-1] == 0):
         accepted = f"numbers up to {most:,} are accepted, without the 0 at the end, which the scheduler adds"

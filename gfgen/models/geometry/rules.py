@@ -19,6 +19,7 @@ from gfgen.job.fields import IF_LATE, MAX_SIDE, shown
 from gfgen.job.samplers import SAMPLERS, known_sampler
 from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, UPSCALE_FIELDS, JobSpec, num_pictures
 from gfgen.models.geometry.call import (
+    SPACINGS,
     CallSignature,
     is_pipeline,
     options_of,
@@ -131,7 +132,6 @@ _SECOND_ORDER = re.compile(r"Heun|KDPM2|DPMSolverSDE")
 """In names of classes that evaluate it twice in pipelines, too. Source: `order = 2` in diffusers 0.42."""
 OF_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 """Options of schedulers that know other models, too."""
-_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 _KARRAS_OF_FLOW = ("UniPCMultistepScheduler", "use_karras_sigmas")
 STATE_ROOM_BYTES = 4 << 30
 """For latents with the state of any scheduler: addresses in a sparse file, not memory."""
@@ -197,12 +197,9 @@ def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int)
     for option, value in options.items():
         if option in OF_FLOW and value != OF_FLOW[option]:
             yield Problem.of(f"scheduler.{option}", shown(value), "this model predicts flow; leave it out")
-        if value is True and option in _SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
+        if value is True and option in SPACINGS and has_spacing and (name, option) != _KARRAS_OF_FLOW:
             reason = f"{name} spaces no noise levels of flow so; leave it out, or use euler"
             yield Problem.of(f"scheduler.{option}", "true", reason)
-    if spec.sigmas is not None and (own := [each for each in _SPACINGS if options.get(each) is True]):
-        accepted = f"{own[0]} of the scheduler spaces the noise levels itself; leave one out"
-        yield Problem.of("sigmas", shown(spec.sigmas), accepted)
     if spec.reuse is not None and name == TWICE_A_STEP:
         yield Problem.of("reuse", spec.reuse, f"{name} evaluates the model twice a step; leave one out")
 

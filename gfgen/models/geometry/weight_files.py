@@ -237,6 +237,8 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
         for pattern, what in _UNREAD.items():
             if any(re.search(pattern, name) for name in header):
                 raise ModelError(f"{_shown(path)}: {what}; {READ}")
+        for name in (x for x in header if x.endswith(".weight") and header[x]["dtype"][0] in "IU"):
+            raise ModelError(f"{_shown(path)}: {name} has the type {header[name]['dtype']}; {READ}")
     scales = scales_of(entries)
     for weight, scale in scales.items():
         path, entry, of_weight = _shown(places[scale]), entries[scale], entries.get(weight)

@@ -94,6 +94,9 @@ def load_pipeline(
                     for name, files in component_files(checkpoint).items()
                     if name in taken
                 }
+                index = read_checkpoint(checkpoint, with_weights=False).index
+                absent = (name for name, entry in index.items() if entry == [None, None])
+                models |= dict.fromkeys(taken.keys() & absent)  # diffusers asks for them
                 pipeline = pipeline_class.from_pretrained(
                     str(checkpoint), dtype=wanted, local_files_only=True, **models
                 )

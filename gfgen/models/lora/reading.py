@@ -96,7 +96,7 @@ def read_lora(path: Path, pipeline: Any, weights: Shapes) -> Content:
 def _name_sources(match: Match, sources: Mapping[str, set[str]], rest: Mapping[str, Tensor]) -> None:
     """Name tensors of the file in place of converted ones, and those that reach nothing."""
     for names in (match.lacking, match.odd):
-        names[:] = dict.fromkeys(each for name in names for each in sorted(sources.get(name, {name})))
+        names[:] = dict.fromkeys(each for name in names for each in sorted(sources.get(name) or {name}))
     used = {each for one in match.placed for name in one.tensors.values() for each in sources.get(name, ())}
     used |= sources[""]
     failed = {*match.lacking, *match.odd} if not match.missing and not match.misshaped else set(rest)

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -31,8 +32,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from gfgen.errors import REFUSALS, AbortedError, JobError, in_one_line
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, prompts_of
 from gfgen.models.families.adapter import Fields
+from gfgen.models.families.solver import scheduler_like
 from gfgen.models.fast import stop_checks
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import load_geometry
@@ -52,14 +54,14 @@ SPECIAL = 2
 """Tokens that a tokenizer adds at most."""
 _COMPUTING = ("forward", "encode", "decode")
 _STAGES, _SETTINGS = ("encode", "prepare", "denoise", "decode"), (bool, int, float, str)
-_OTHER_PROMPTS = 3
 _MOST_VALUES, _FEW = 2**24, 256
 """Of frames that become pictures, and of tensors of integers that have values: both take long."""
 REST_S, ALL_RESTS_S = 3.0, 60.0
 """Time for what follows the first step of a call, and of all calls: a decode may have a thousand tiles."""
 
+_MARK = re.compile(rf"{MARK}(?:_((?:negative_)?prompt_\d))?")
 Limits = dict[str, tuple[str, int]]
-"""By tokenizer: what stands before a prompt, and the tokens that it keeps; empty if one keeps all."""
+"""By tokenizer: what stands before a prompt, and the tokens that it keeps."""
 
 
 def outlined_pipeline(kind: Any, checkpoint: Path, *, own_code: Any = None, **_: Any) -> Any:
@@ -170,16 +172,18 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int]]]]:
+def _noting(pipeline: Any) -> Iterator[Mapping[str, Mapping[str, list[tuple[str, int]]]]]:
+    """By prompt, "" for the first ones, and by tokenizer."""
     parts, whole = pipeline.components.items(), PreTrainedTokenizerBase.__call__
     names = {id(part): name for name, part in parts if isinstance(part, PreTrainedTokenizerBase)}
-    found: dict[str, list[tuple[str, int]]] = {name: [] for name in names.values()}
+    found: Any = defaultdict(lambda: defaultdict(list))
 
     def call(self: Any, text: Any = None, *args: Any, **options: Any) -> Any:
-        head, mark, _ = str(text[0] if isinstance(text, list) and text else text).partition(MARK)
-        if mark and id(self) in names:
+        first = str(text[0] if isinstance(text, list) and text else text)
+        if (mark := _MARK.search(first)) and id(self) in names:
             limit = options.get("max_length") or self.model_max_length
-            found[names[id(self)]].append((head, limit if options.get("truncation") else sys.maxsize))
+            limit = limit if options.get("truncation") else sys.maxsize
+            found[mark[1] or ""][names[id(self)]].append((first[: mark.start()], limit))
         return whole(self, text, *args, **options)
 
     with patch.object(PreTrainedTokenizerBase, "__call__", call):
@@ -188,18 +192,21 @@ def _noting(pipeline: Any) -> Iterator[dict[str, list[tuple[str, int]]]]:
 
 def tried(
     adapter: PipelineAdapter, spec: JobSpec, *, prompt: str = MARK, rest_s: float = REST_S
-) -> tuple[BaseException | None, Limits]:
-    """What a call with such a prompt raises, and how much of it the call reads, if that is limited."""
+) -> tuple[BaseException | None, dict[str, Limits]]:
+    """What a call with such a prompt raises, and how much of each prompt it reads, if that is limited."""
     negative = MARK if spec.negative_prompt else None
-    spec = replace(spec.without_patches(), prompt=prompt, negative_prompt=negative)
-    limits: Limits = {}
+    others = {name: f"{MARK}_{name}" for name in spec.args or () if prompts_of(spec).get(name)}
+    args = {**(spec.args or {}), **others} or None
+    spec = replace(spec.without_patches(), prompt=prompt, negative_prompt=negative, args=args)
+    limits: dict[str, Limits] = {}
     with _noting(adapter.pipeline) as notes:
         try:
             encoded = adapter.encode(spec)
-            least = {name: min(calls, key=lambda call: call[1]) for name, calls in notes.items() if calls}
-            keeps_all = any(limit == sys.maxsize for _, limit in least.values())
-            if prompt == MARK and not (spec.prompt_syntax or keeps_all):
-                limits = least  # or one of them keeps everything
+            for name in ("", *others) if prompt == MARK and "" in notes and not spec.prompt_syntax else ():
+                calls = notes.get(name, {})  # none: no tokenizer gets this prompt
+                least = {each: min(own, key=lambda call: call[1]) for each, own in calls.items()}
+                if all(limit < sys.maxsize for _, limit in least.values()):
+                    limits[name] = least  # or one of them keeps everything
             condition, latents = adapter.prepare(spec, encoded)
             latents = adapter.denoise(spec, encoded, condition, latents, step=0)
             until = time.process_time() + rest_s  # of this process, so other programs do not count
@@ -213,6 +220,33 @@ def tried(
             lacks_values = _stage_of(error) > _STAGES.index("prepare") and "meta" in str(error).lower()
             return None if lacks_values else error, limits
     return None, limits
+
+
+def idle_options(adapter: PipelineAdapter, spec: JobSpec) -> list[str]:
+    """The options of a job's scheduler that change none of its steps, because of other options."""
+    own, given, found = adapter.pipeline.components.get("scheduler"), spec.scheduler or {}, []
+    with suppress(Exception):  # then nothing is known of them
+        for name in sorted(given.keys() - {"class"}):
+            rest = {each: value for each, value in given.items() if each != name}
+            if scheduler_like(own, rest).config.get(name) != given[name]:
+                paths = [_path(adapter, replace(spec, scheduler=each)) for each in (given, rest)]
+                found += [name] if all(map(torch.equal, *paths)) else []
+    return found
+
+
+def _path(adapter: PipelineAdapter, spec: JobSpec) -> list[torch.Tensor]:
+    """The timesteps of a job, and where they lead with noise as the outputs of the model."""
+    made = scheduler_like(adapter.pipeline.scheduler, known(spec.scheduler))
+    kind = type(made)
+    with patch.object(kind, "set_timesteps", autospec=True, side_effect=kind.set_timesteps) as noted:
+        adapter.prepare(spec, adapter.encode(spec))
+    made.set_timesteps(*noted.call_args.args[1:], **noted.call_args.kwargs)
+    torch.manual_seed(0)
+    path = [torch.randn(1, 4, 8, 8)]
+    for timestep in made.timesteps:
+        seen = getattr(made, "scale_model_input", lambda x, _: x)(path[-1], timestep)
+        path += made.step(seen + torch.randn_like(seen), timestep, path[-1], return_dict=False)[:1]
+    return [made.timesteps, torch.as_tensor(getattr(made, "init_noise_sigma", 1.0)), *path]
 
 
 def _skip_middle(latents: Fields) -> None:
@@ -288,13 +322,13 @@ def unknown_of(characters: Iterable[str], tokenizers: Mapping[str, Any]) -> dict
 def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = Path(asked["checkpoint"])
     calls: dict[str, dict[str, Any]] = {}
-    limits_of: dict[str, Limits] = {}
+    limits_of: dict[str, dict[str, Limits]] = {}
     geometry = load_geometry(checkpoint, trusts_code=asked["trusts_code"])
     if isinstance(geometry, PipelineGeometry):
         adapter = load_any(checkpoint, geometry, device="cpu", dtype=torch.float32, load=outlined_pipeline)
         tokenizers = adapter.pipeline.components
         with pictures() as folder:
-            prompts = [fields["prompt"] for fields in asked["calls"].values()][:_OTHER_PROMPTS]
+            prompts = [fields["prompt"] for fields in asked["calls"].values()][:3]
             usual, prompt = usual_failure(adapter, geometry, folder, prompts=prompts)
         for key, fields in asked["calls"].items():
             rest_s = min(REST_S, ALL_RESTS_S / len(asked["calls"]))
@@ -302,17 +336,20 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
             refused = error is not None and is_refusal(error, usual)
             text = None if error is None else (str(error) if refused else "") or in_one_line(error)
             calls[key] = {"refused" if refused else "unknown": text}
-            sure = [limit - SPECIAL - len(head.encode()) for head, limit in limits_of[key].values()]
-            calls[key]["most_bytes"] = max(0, *sure) if sure else sys.maxsize
+            kept = [[(limit, head.encode()) for head, limit in x.values()] for x in limits_of[key].values()]
+            sure = [max((limit - SPECIAL - len(head) for limit, head in own), default=0) for own in kept]
+            calls[key]["most_bytes"] = max(0, min(sure, default=sys.maxsize))
+            calls[key]["idle"] = idle_options(adapter, JobSpec(**fields)) if error is None else []
     else:
         tokenizers = {"tokenizer": AutoTokenizer.from_pretrained(str(checkpoint / "tokenizer"))}
         for key, fields in asked["calls"].items():
             number = max_text_tokens(JobSpec(**fields), MAX_TEXT_TOKENS)
-            limits_of[key] = {"tokenizer": ("", number)}
+            limits_of[key] = {"": {"tokenizer": ("", number)}}
             calls[key] = {"most_bytes": max(0, number - SPECIAL)}
     texts = {
-        name: read_characters(text, limits_of[key], tokenizers) if limits_of[key] else len(text)
-        for name, (key, text) in asked["texts"].items()
+        name: len(text) if limits is None else read_characters(text, limits, tokenizers)
+        for name, (key, prompt, text) in asked["texts"].items()
+        for limits in [limits_of[key].get(prompt if _MARK.fullmatch(f"{MARK}_{prompt}") else "")]
     }
     return {"calls": calls, "texts": texts, "unknown": unknown_of(asked.get("characters", ()), tokenizers)}
 

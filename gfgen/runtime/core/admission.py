@@ -25,6 +25,7 @@ from gfgen.job.spec import (
     input_files,
     later_seed,
     output_name,
+    prompts_of,
     spec_hash,
     with_defaults,
 )
@@ -231,6 +232,7 @@ def _num_reads(geometry: Geometry, spec: JobSpec) -> tuple[int, int]:
 
 MAX_DETAILS = 3  # details of a kind of warning that the log shows; the manifest has all
 _WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")  # up to 2: (16:9) and (12:30) are none
+_CHOICE = re.compile(r"\{[^{}]*\|[^{}]*\}|\b__\w[\w/*-]*?__\b")
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
 _BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
 _OF_GUIDANCE = ("negative_", "guidance_rescale")
@@ -239,8 +241,9 @@ OF_A1111 = '((red)), [blue], AND and BREAK in a prompt are plain text without "p
 IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
     WEIGHTS: _WEIGHTED,
     OF_A1111: re.compile(rf"{_BRACKETS}|\b(?:AND|BREAK)\b"),
-    "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<lora:[^<>]*>"),
-    "{a|b} in a prompt is plain text without vary": re.compile(r"\{[^{}]*\|[^{}]*\}"),
+    "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<(?:lora|lyco):[^<>]*>"),
+    "embedding:name in a prompt loads no textual inversion": re.compile(r"\bembedding:\S*\w"),
+    "{a|b} and __a__ in a prompt are plain text without vary": _CHOICE,
     "options in a prompt are plain text; use fields of the job": _OPTION,
 }
 """What other programs read in prompts."""
@@ -273,9 +276,12 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
 
 def warnings_of_texts(asked: JobSpec, *, has_clip: bool = False) -> Iterator[Warned]:
     fine = {WEIGHTS, OF_A1111} if asked.prompt_syntax else set() if has_clip else {OF_A1111}
+    texts = prompts_of(asked)
     for kind, pattern in IN_PROMPTS.items():
-        if kind not in fine and (found := pattern.findall(f"{asked.prompt}\n{asked.negative_prompt or ''}")):
+        if kind not in fine and (found := pattern.findall("\n".join(texts.values()))):
             yield Warned(kind, ", ".join(dict.fromkeys(found)))
+    for name in (name for name, text in texts.items() if not text and name in (asked.args or {})):
+        yield Warned(f"args.{name} has no effect: an empty text stands for that of {name[:-2]}")
 
 
 def _unused_by_call(asked: JobSpec, spec: JobSpec, geometry: PipelineGeometry) -> Iterator[Warned]:
