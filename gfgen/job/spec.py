@@ -214,8 +214,7 @@ def prompts_of(spec: JobSpec) -> dict[str, str]:
 def call_key(spec: JobSpec) -> str:
     """Equal for jobs as run whose calls have equal arguments, except for texts, seeds and files' contents."""
     said = {name: getattr(spec, name) for name in HASHED_FIELDS if name not in _NO_ARGUMENTS}
-    texts = prompts_of(spec)
-    said["args"] = {name: bool(x) if name in texts else x for name, x in (spec.args or {}).items()}
+    said["args"] = {name: bool(x) if name in prompts_of(spec) else x for name, x in (spec.args or {}).items()}
     files = {name: len(paths) if isinstance(paths, list) else 1 for name, paths in (spec.files or {}).items()}
     has = {"negative": bool(spec.negative_prompt), "image": spec.image is not None, "files": files}
     return _canonical(said | has)

@@ -235,7 +235,6 @@ _WEIGHTED = re.compile(r"\([^()]*:\s*(?:[01]?\.\d+|[012])\s*\)")  # up to 2: (16
 _CHOICE = re.compile(r"\{[^{}]*\|[^{}]*\}|\b__\w[\w/*-]*?__\b")
 _OPTION = re.compile(r"(?<!\S)--[A-Za-z]\w*(?:-\w+)*(?=\s|$)")
 _BRACKETS = r"\([^()]*:\s*-\d*\.?\d+\s*\)|\({2,}[^()]+\){2,}|\[[^\[\]]*[^\W\d_][^\[\]]*\]"
-_OF_GUIDANCE = ("negative_", "guidance_rescale")
 WEIGHTS = "weights such as (red:1.3) in a prompt are plain text"
 OF_A1111 = '((red)), [blue], AND and BREAK in a prompt are plain text without "prompt_syntax": "a1111"'
 IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
@@ -270,7 +269,7 @@ def warnings_of(info: JobInfo, geometry: Geometry) -> Iterator[Warned]:
         is_guided = not geometry.ignores_negative_prompt(info.spec)
         yield from _unused_by_call(asked, info.spec, geometry)
     for name, value in {"negative_prompt": asked.negative_prompt, **(asked.args or {})}.items():
-        if name.startswith(_OF_GUIDANCE) and str(value or "").strip() and not is_guided:
+        if name.startswith(("negative_", "guidance_rescale")) and str(value or "").strip() and not is_guided:
             yield Warned(f"{name} has no effect without guidance")
 
 
