@@ -7,10 +7,10 @@ Text encoders and tokenizers are of the pipelines' own classes, too, so that the
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -313,4 +313,8 @@ _STAND_INS = (SmallEncoder, SmallImageProcessor, SmallProcessor, transformers.Pr
 
 
 if __name__ == "__main__":
-    save_checkpoints(Path(sys.argv[1]), sys.argv[2:] or FAMILIES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=FAMILIES)
+    asked = parser.parse_args()
+    save_checkpoints(asked.folder, asked.names)
