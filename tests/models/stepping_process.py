@@ -14,13 +14,19 @@ from gfgen.runtime.processes.launcher import PRELOADS, ensure_fork_server
 REPLY_TIMEOUT_S = 120
 
 
+def fork_server() -> Any:
+    """That of ranks, which has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADS["cpu"]])
+    ensure_fork_server(())
+    return context
+
+
 class SteppingProcess:
     """One process with adapters of its own; `call` runs one executor there."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # that of ranks, which has imported torch
-        context.set_forkserver_preload([*PRELOADS["cpu"]])
-        ensure_fork_server(())
+        context = fork_server()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve_tasks, args=(theirs,), daemon=True)
         self._process.start()

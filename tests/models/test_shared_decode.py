@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gfgen.layout import Layout, shard_bounds
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import causal_vae
+from gfgen.models.geometry.model import load_geometry
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.shared_decode import decode_rows, install
 
@@ -60,11 +61,16 @@ def decode(parallel: Parallel | None, name: str, num_rows: int) -> Fields:
     return Fields({"pixels": pixels}, {"first_row": first_row})
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkedRanks]:
+def make_decode() -> Callable[..., Fields]:
+    """In the process that the ranks are forked from: with all VAEs."""
     for name in (*VAES, *FAST):
         vae_of(name)
-    forked = ForkedRanks(4, decode)
+    return decode
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkedRanks]:
+    forked = ForkedRanks(4, make_decode)
     yield forked
     forked.close()
 
@@ -135,19 +141,30 @@ JOBS = {
 }
 
 
+def make_frames(checkpoint: Path, asked: JobSpec) -> Callable[..., Fields]:
+    """The decode of a job, alone or of a rank."""
+    adapter: Any = load_adapter(checkpoint)
+    spec = adapter.geometry.resolve(asked)
+    _, latents = adapter.prepare(spec, adapter.encode(spec))
+
+    def frames(parallel: Parallel | None = None) -> Fields:
+        result: Fields = adapter.decode(spec, latents, parallel=parallel)
+        return result
+
+    return frames
+
+
 @pytest.mark.parametrize("model", JOBS)
 def test_frames_put_together_from_bands_differ_by_one_grey_level_at_most(
     model: str, tiny_models: Mapping[str, Path]
 ) -> None:
-    adapter: Any = load_adapter(tiny_models[model])
-    spec = adapter.geometry.resolve(JobSpec(id=model, prompt="a fox", seed=3, steps=2, **JOBS[model]))
-    prompt = adapter.encode(spec)
-    _, latents = adapter.prepare(spec, prompt)
-    whole = adapter.decode(spec, latents).tensors["frames"]
-    forked = ForkedRanks(3, lambda parallel: adapter.decode(spec, latents, parallel=parallel))
+    asked = JobSpec(id=model, prompt="a fox", seed=3, steps=2, **JOBS[model])
+    whole = make_frames(tiny_models[model], asked)().tensors["frames"]
+    forked = ForkedRanks(3, make_frames, tiny_models[model], asked)
     bands = forked.run(Layout.bands((2, 0, 1)))
     forked.close()
-    assert adapter.geometry.num_latent_rows(spec) >= 3
+    geometry = load_geometry(tiny_models[model])
+    assert geometry.num_latent_rows(geometry.resolve(asked)) >= 3
     assert bands[0].scalars["first_row"] == 0
     found = torch.cat([band.tensors["frames"] for band in bands], dim=1)
     assert found.shape == whole.shape
@@ -155,16 +172,13 @@ def test_frames_put_together_from_bands_differ_by_one_grey_level_at_most(
 
 
 def test_bands_of_16_bits_are_put_together_as_those_of_8(tiny_models: Mapping[str, Path]) -> None:
-    adapter: Any = load_adapter(tiny_models["tiny-wan"])
     asked = JobSpec(id="a", prompt="a fox", seed=3, steps=2, format="png16", **JOBS["tiny-wan"])
-    spec = adapter.geometry.resolve(asked)
-    prompt = adapter.encode(spec)
-    _, latents = adapter.prepare(spec, prompt)
-    whole = adapter.decode(spec, latents).tensors["frames"]
-    forked = ForkedRanks(2, lambda parallel: adapter.decode(spec, latents, parallel=parallel))
+    whole = make_frames(tiny_models["tiny-wan"], asked)().tensors["frames"]
+    forked = ForkedRanks(2, make_frames, tiny_models["tiny-wan"], asked)
     bands = forked.run(Layout.bands((1, 0)))
     forked.close()
     found = torch.cat([band.tensors["frames"] for band in bands], dim=1)
-    assert found.shape == whole.shape == adapter.geometry.trajectory(spec).frames_shape
+    geometry = load_geometry(tiny_models["tiny-wan"])
+    assert found.shape == whole.shape == geometry.trajectory(geometry.resolve(asked)).frames_shape
     deep, wanted = (each.numpy().view("<u2").astype(int) for each in (found, whole))
     assert np.abs(deep - wanted).max() <= 4, "of 65,535: float32 rounding"

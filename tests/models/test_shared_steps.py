@@ -129,14 +129,19 @@ def test_decoded_pictures_differ_by_one_grey_level_at_most(
 # --- the real arenas
 
 
-@pytest.fixture(scope="module")
-def forked(make_job: MakeJob) -> Iterator[ForkedRanks]:
-    jobs = {name: make_job(name) for name in ("5b-image", "qwen")}
+def make_steps(models: Mapping[str, Path], picture: Path) -> Callable[..., Fields]:
+    """In the process that the ranks are forked from."""
+    jobs = {name: prepare_job(models, picture, {}, name) for name in ("5b-image", "qwen")}
 
-    def program(parallel: Parallel, name: str, latents: Fields | None, step: int) -> Fields:
+    def steps(parallel: Parallel, name: str, latents: Fields | None, step: int) -> Fields:
         return jobs[name].denoise(parallel) if latents is None else jobs[name].step(latents, step, parallel)
 
-    ranks = ForkedRanks(4, program)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def forked(tiny_models: Mapping[str, Path], picture: Path) -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks(4, make_steps, tiny_models, picture)
     yield ranks
     ranks.close()
 
