@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import forked_modules
 import pytest
 
+from gfgen.models.families import registry
 from gfgen.models.families.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
 from gfgen.runtime.control.state import State
+from gfgen.system import lifeline
 from gfgen.system.signals import FOR_THE_RUN
 
 MAX_CHECKED_JOBS = 100
@@ -86,6 +89,17 @@ def checked_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(State, "apply", checked(State.apply))
     monkeypatch.setattr(State, "begin", checked(State.begin))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_in_forks(faults_folder: None) -> Iterator[None]:
+    """Modules that commands ask need not import torch each time. Not beside GPUs, where the fork server must
+    not ask for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not Path("/dev/nvidiactl").exists():
+            patch.setattr(lifeline, "output_of", forked_modules.output_of)
+            patch.setattr(registry, "output_of", forked_modules.output_of)
+        yield
 
 
 @pytest.fixture(scope="session")

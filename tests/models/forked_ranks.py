@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from stepping_process import dumps, fork_server, loads
+from forked_modules import fork_server
+from stepping_process import dumps, loads
 
 from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor

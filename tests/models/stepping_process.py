@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from forked_modules import fork_server
+
 from gfgen.job.spec import JobSpec
-from gfgen.runtime.processes.launcher import PRELOADS, ensure_fork_server
 
 REPLY_TIMEOUT_S = 120
-
-
-def fork_server() -> Any:
-    """That of ranks, which has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADS["cpu"]])
-    ensure_fork_server(())
-    return context
 
 
 class SteppingProcess:
