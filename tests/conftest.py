@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import forked_modules
 import pytest
@@ -21,6 +22,9 @@ from gfgen.system.signals import FOR_THE_RUN
 
 MAX_CHECKED_JOBS = 100
 """A check looks at every job, so the few tests with thousands of jobs go without."""
+ALL_CHECKED, SOME_CHECKED = 300, 8
+"""The first changes of a state are all followed by a check, of later ones each eighth: simulations of whole
+files are thousands of the same changes, and what is wrong stays so until the next check."""
 
 
 def pytest_configure() -> None:
@@ -77,11 +81,14 @@ def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def checked_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariants of every state hold after each event and each dispatch."""
+    changes = WeakKeyDictionary[State, int]()
 
     def checked(change: Callable[[State, Any], Any]) -> Callable[[State, Any], Any]:
         def change_and_check(state: State, argument: Any) -> Any:
             result = change(state, argument)
-            if len(state.jobs.records) <= MAX_CHECKED_JOBS:
+            changes[state] = number = changes.get(state, 0) + 1
+            is_due = number <= ALL_CHECKED or number % SOME_CHECKED == 0
+            if is_due and len(state.jobs.records) <= MAX_CHECKED_JOBS:
                 state.check()
             return result
 
