@@ -119,7 +119,7 @@ def _wait(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
         if process.poll() is not None or time.monotonic() > deadline_s:
             process.kill()
             raise RuntimeError(f"ended or stood still before time: {end(process)[1]}")
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def own_frames(folder: Path, name: str, *, load: Callable[[Any, Path], Any] | None = None) -> Any:

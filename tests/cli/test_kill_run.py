@@ -68,7 +68,7 @@ class Run:
             if self.process.poll() is not None:
                 return False
             assert time.monotonic() < deadline_s, "the run stands still"
-            time.sleep(0.002)
+            time.sleep(0.004)
         return True
 
     def kill(self, first: str | None) -> None:

@@ -16,6 +16,7 @@ from commands import gfgen
 
 from gfgen.runtime.files.outputs import read_metadata
 
+HERE = Path(__file__).resolve().parents[1]
 JOBS = [
     {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 3},
     {"id": "sea", "prompt": "the sea", "model": "tiny-wan", "size": "70x64", "frames": 6, "steps": 3},
@@ -30,10 +31,11 @@ def folder(tmp_path, tiny_models):
     return tmp_path
 
 
-def start(folder, *arguments):
-    command = [sys.executable, "-m", "gfgen", "run", "night.jsonl", "--ranks", "2", *arguments]
+def start(folder, *arguments, module="gfgen"):
+    command = [sys.executable, "-m", module, "run", "night.jsonl", "--ranks", "2", *arguments]
+    env = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
 
 
@@ -154,9 +156,9 @@ ONE_RANK_A_STEP = ("--policy", "srtf")
 """So that files are the same bit by bit: on several ranks their number decides what is rounded."""
 
 
-def interrupt(folder, *numbers, options=()):
+def interrupt(folder, *numbers, options=(), module="gfgen"):
     """Start the run, and send signals when the first file is there, and the other job is in its steps."""
-    process = start(folder, *options)
+    process = start(folder, *options, module=module)
     deadline = time.monotonic() + 60
     journal = folder / "outputs/night/journal.jsonl"
     while not (folder / "outputs/night/fox.png").exists() or journal.read_text().count('"TaskDone"') < 10:
@@ -195,6 +197,13 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
     assert (folder / "undisturbed/long.mp4").read_bytes() == stopped
 
 
+def fake(folder):
+    """Jobs of workers that compute nothing: how signals end a run is the same."""
+    common = {"prompt": "a fox", "model": "fake-image"}
+    jobs = ({"id": "fox", "steps": 3}, {"id": "long", "steps": 200, "flow_shift": 0.05})
+    (folder / "night.jsonl").write_text("".join(json.dumps(common | job) + "\n" for job in jobs))
+
+
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
@@ -204,8 +213,8 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
     ids=["twice", "xcpu"],
 )
 def test_signals_stop_the_run_with_one_line(folder, numbers, code):
-    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
-    returned, err = interrupt(folder, *numbers, options=ONE_RANK_A_STEP)
+    fake(folder)
+    returned, err = interrupt(folder, *numbers, options=ONE_RANK_A_STEP, module="fake_run")
     assert returned == code
     assert err.splitlines()[-1].startswith("gfgen: stopped")
     is_kept = numbers != (signal.SIGINT, signal.SIGINT)
@@ -213,8 +222,9 @@ def test_signals_stop_the_run_with_one_line(folder, numbers, code):
 
 
 def test_with_json_lines_a_stopped_run_ends_with_its_events(folder):
-    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
-    returned, err = interrupt(folder, signal.SIGUSR1, options=["--log-json", "--log-file", "run.log"])
+    fake(folder)
+    options = ["--log-json", "--log-file", "run.log"]
+    returned, err = interrupt(folder, signal.SIGUSR1, options=options, module="fake_run")
     assert returned == 138
     last = json.loads(err.splitlines()[-1])
     assert (last["event"], last["exit_code"]) == ("stopped", 138)

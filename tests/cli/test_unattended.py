@@ -30,6 +30,13 @@ FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64",
 LONG = FOX | {"id": "long", "steps": 1000}
 PATIENCE_S = 240
 GFGEN = "from gfgen.cli.main import main; main()"
+FAKE_RUN = f"""
+import runpy, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+runpy.run_module("fake_run", run_name="__main__")
+"""
+"""With ranks that compute nothing."""
+FAKE = {"id": "fox", "prompt": "a red fox", "model": "fake-image", "steps": 3}
 NO_USER = "import pwd\ndef none(_): raise KeyError\npwd.getpwuid = none\n"
 """As for a user id that the list of users does not have."""
 EVERY_COMMAND = """
@@ -113,9 +120,11 @@ def wait_for(path, process, *, until=lambda text: True):
 
 @pytest.mark.parametrize("unread", ["socket"], indirect=True)
 def test_a_run_ends_although_nobody_reads_what_it_says(night, unread):
-    with started(night, "run", "night.jsonl", "--ranks", "1", "--verbose", **unread) as process:
+    put(night, FAKE, FAKE | {"id": "owl"})
+    arguments = ("run", "night.jsonl", "--ranks", "1", "--verbose")
+    with started(night, *arguments, code=FAKE_RUN, **unread) as process:
         assert process.wait(PATIENCE_S) == 0
-    assert {"fox.mp4", "owl.mp4"} <= set(os.listdir(night / "outputs/night"))
+    assert {"fox.png", "owl.png"} <= set(os.listdir(night / "outputs/night"))
 
 
 @pytest.mark.parametrize("unread", ["terminal"], indirect=True)
@@ -128,7 +137,9 @@ def test_signals_and_closing_times_stop_a_run_whose_output_nobody_reads(night, u
         assert process.wait(PATIENCE_S) == 143
     assert os.listdir(night / "outputs/night/.resume") == ["long.state"]
     assert "stopped; 0 jobs done, 1 left" in (night / "run.log").read_text()
-    with started(night, "run", "night.jsonl", "--ranks", "1", "--until", "1s", **unread) as process:
+    put(night, FAKE | {"id": "slow", "steps": 1000, "flow_shift": 0.05})
+    arguments = ("run", "night.jsonl", "--ranks", "1", "--until", "1s")
+    with started(night, *arguments, code=FAKE_RUN, **unread) as process:
         assert process.wait(PATIENCE_S) == 0
 
 
