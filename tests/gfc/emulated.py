@@ -32,13 +32,15 @@ from gfgen.gfc.descriptor import Descriptor
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = 32
 _INSTRUCTIONS = {
-    r"ld\.acquire\.sys": "value = __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);",
+    r"ld\.acquire\.sys": "value = __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE), rest();",
     r"ld\.relaxed\.sys\.global\.u64": "value = __atomic_load_n((const uint64_t*)address, __ATOMIC_RELAXED);",
     r"st\.release\.sys": "__atomic_store_n((uint64_t*)address, value, __ATOMIC_RELEASE);",
     r"st\.relaxed\.sys\.global\.u64": "__atomic_store_n((uint64_t*)address, value, __ATOMIC_RELAXED);",
     r"atom\.add": "old = __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);",
     r"mov\.u64": "now = emulated_now_ns();",
-    r"ld\.relaxed\.sys\.global\.v2": "low = load_relaxed_sys(address), high = load_relaxed_sys(address + 8);",
+    r"ld\.relaxed\.sys\.global\.v2": (
+        "low = load_relaxed_sys(address), high = load_relaxed_sys(address + 8), rest();"
+    ),
 }
 _PAIRS = {
     '"l"(0ull)': "store_relaxed_sys(address, 0), store_relaxed_sys(address + 8, 0);",

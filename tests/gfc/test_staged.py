@@ -203,9 +203,9 @@ def _never(*_: object) -> torch.Tensor:
 def test_random_layouts_over_pairs_and_across_them_end_with_the_right_bytes(library: Path) -> None:
     """Overlapping groups, with peer memory inside pairs and main memory between them, also in one group."""
     groups = [(0, 1, 2, 3), (2, 3, 1, 0), (1, 2), (0, 1), (3, 0, 2)]
-    noise = random.Random(3)
+    noise = random.Random(21)
     layouts = []
-    for _ in range(24):
+    for _ in range(16):
         ranks = noise.choice(groups)
         ulysses = noise.choice([each for each in (1, 2, 3, 4) if len(ranks) % each == 0])
         layouts.append(Layout(ranks, ulysses=ulysses, torus=len(ranks) // ulysses))

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -49,6 +50,11 @@ inline uint64_t emulated_now_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000ull + static_cast<uint64_t>(now.tv_nsec);
 }
 inline void __nanosleep(unsigned) {}
+// After a look that may be one of many: who is waited for may need this core.
+inline void rest() {
+  static thread_local unsigned looks = 0;
+  if (++looks % 4 == 0) sched_yield();
+}
 using std::max;
 using std::min;
 
