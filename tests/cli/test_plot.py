@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from gfgen.cli.shown.picture import PALETTE, job_colour, luminance, shaded
-from gfgen.cli.shown.plot_timeline import draw, plot_timeline
+from gfgen.cli.shown.plot_timeline import MAX_ROWS_WITH_NAME, draw, plot_timeline
 from gfgen.cli.shown.timeline import read_timeline
 from gfgen.errors import InputError
 from gfgen.runtime.files.trace import TraceWriter
@@ -86,7 +86,8 @@ def test_prompt_without_a_font_is_no_warning(tmp_path: Path) -> None:
 
 
 def test_many_jobs_stay_within_a_page(tmp_path: Path) -> None:
-    trace = traced(tmp_path, [Part(job_info(f"a-{idx}", steps=1)) for idx in range(150)], num_ranks=8)
+    num_jobs = MAX_ROWS_WITH_NAME + 1
+    trace = traced(tmp_path, [Part(job_info(f"a-{idx}", steps=1)) for idx in range(num_jobs)], num_ranks=2)
     figure = draw(read_timeline(trace))
     assert figure.get_size_inches()[1] < 20
     assert not any("  a " in text for axes in figure.axes for text in (t.get_text() for t in axes.texts))

@@ -21,7 +21,7 @@ from gfgen.runtime.publish.shards import lines_of
 pyarrow = pytest.importorskip("pyarrow", reason="reads Parquet: pip install 'gfgen[data]'")
 s3fs = pytest.importorskip("s3fs", reason="object stores: pip install 'gfgen[data]'")
 
-NUM_JOBS = 500
+NUM_JOBS = 250
 NUM_KILLS = int(os.environ.get("GFGEN_TEST_KILLS", "3"))
 """Every third one takes the local folder, too."""
 BOUND_S = 300.0
@@ -87,7 +87,7 @@ def test_a_run_into_a_store_that_is_killed_has_each_job_once(
                     if num_kills % 3 == 0:
                         state.rename(folder / f"lost-{num_kills}")
                     break
-                time.sleep(0.005)
+                time.sleep(0.01)
             if run.returncode == 0:
                 break
             assert run.returncode in (-9, 75), (folder / "log").read_text()[-2000:]

@@ -65,7 +65,7 @@ def test_compiled_blocks_give_what_they_gave_and_are_compiled_once(name: str) ->
     assert 0 < num_compiled == stub.num_compiled
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["hunyuan", "ltx", "wan", "z-image"])
 def test_ranks_share_compiled_blocks(name: str) -> None:
     model, inputs = make(name)
     wanted = forward(model, inputs)

@@ -210,9 +210,10 @@ def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     recording.evaluate(transformer, inputs)  # tables of positions are kept from the first forward on
     places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
     with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
-    without = {traced(transformer, inputs, each, is_placed=False) for each in places}
     assert len(with_slot) == 1
-    assert len(without) == 2  # else this would prove nothing
+    if model == "fused_wan":  # else this would prove nothing; each trace takes a second
+        without = {traced(transformer, inputs, each, is_placed=False) for each in places}
+        assert len(without) == 2
 
 
 @pytest.mark.parametrize("model", OF_PIPELINES)
