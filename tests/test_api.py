@@ -471,7 +471,8 @@ def test_import_is_light_and_help_fits_on_two_screens() -> None:
     assert "False" in found
     assert all(name in found for name in gfgen.__all__)
     text = pydoc.plain(pydoc.render_doc(gfgen))
-    assert len(text.splitlines()) <= 2 * 55, text
+    screen = 55 if sys.version_info < (3, 13) else 70  # which writes an argument a line
+    assert len(text.splitlines()) <= 2 * screen, text
 
 
 class Idle:
