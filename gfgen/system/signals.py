@@ -28,7 +28,10 @@ def leave_to_the_run() -> None:
 
 
 class SignalPipe:
-    """Readable after a signal; `close` restores handlers. What was ignored (nohup, `CMD &`) stays ignored."""
+    """Readable after a signal; `close` restores handlers, but ignores warnings that may come again.
+
+    What was ignored (nohup, `CMD &`) stays ignored.
+    """
 
     def __init__(self) -> None:
         self._interrupted: str | None = None
@@ -75,7 +78,8 @@ class SignalPipe:
 
     def close(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            is_repeated = number in WARNINGS and self._first_s is not None
+            signal.signal(number, signal.SIG_IGN if is_repeated else handler)
         signal.set_wakeup_fd(self._previous_fd)
         self._reader.close()
         self._writer.close()

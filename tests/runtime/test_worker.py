@@ -184,7 +184,7 @@ def test_the_first_task_of_a_kind_is_marked_unless_a_warm_up_had_its_kind(rank: 
     rank.device.drop([])
     assert rank.run_to_end(6, 0).times.is_first_use, "its model was loaded again"
     rank.device.drop([])
-    rank.device.note_used({("fake", Stage.ENCODE, "", (1, 1, 1), 0, 1)})
+    rank.device.note_used({("fake", Stage.ENCODE, "", (1, 1, 1), 0)})
     assert not rank.run_to_end(7, 0).times.is_first_use
 
 

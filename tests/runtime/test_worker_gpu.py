@@ -330,7 +330,7 @@ def test_a_dispatch_given_up_after_its_input_was_asked_for_is_left_when_none_arr
     dispatches.note_to_send(7)
     dispatches.abandon(frozenset({8}))
     with pytest.raises(InputVoidError):
-        device._get_ready([SimpleNamespace(number=8)], None, may_block=True)
+        device._get_ready(SimpleNamespace(number=8), None, may_block=True)
     assert waited == ["arrivals"]
 
 
@@ -356,7 +356,7 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
             artifacts={"prompt": prompt},
         )
         work = RankTask(message(layout), job, Task("a", 2 + step, Stage.DENOISE, step))
-        return gpu.task_kinds(work, 1, forwards.kind_of([work]))
+        return gpu.task_kinds(work, 1, forwards.kind_of(work))
 
     layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
     found = [kinds(layout, step) for layout in layouts for step in (0, 1, 2)]
