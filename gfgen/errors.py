@@ -211,8 +211,9 @@ class InterruptedRunError(GfgenError):
 def in_one_line(error: BaseException, *, limit: int = 300) -> str:
     """'ZeroDivisionError: division by zero', whatever the message looks like."""
     try:
-        lines = [each.line for each in traceback.extract_tb(error.__traceback__)[-1:]]  # of a bare assertion
-        text = " ".join((str(error) or "".join(filter(None, lines))).split())
+        text = " ".join(str(error).split())
+        if isinstance(error, AssertionError) and not text:
+            text = "".join(each.line or "" for each in traceback.extract_tb(error.__traceback__)[-1:])
     except Exception:  # the message of a user's own exception may be broken too
         text = "its message cannot be shown"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -45,7 +45,10 @@ def output_of(module: str, *arguments: str, asked: str = "", timeout_s: float) -
         if not ours.poll(timeout_s):
             process.kill()
             raise ChildProcessError(f"no answer within {timeout_s:g} s")
-        out, error = ours.recv()
+        try:
+            out, error = ours.recv()
+        except EOFError:
+            raise ChildProcessError("it died") from None
     process.join()
     if error is not None:
         raise ChildProcessError(error)

@@ -317,10 +317,10 @@ class _Service:
             self._take(group, rank, _received(connection))
 
     def _patience_s(self) -> float:
-        specs, now_s = [job.spec for job in self._open.values()], self.now_s
-        due_s = [spec.arrival_s for spec in specs if spec.arrival_s > now_s]
+        specs, is_idle = [job.spec for job in self._open.values()], any(x.job is None for x in self.groups)
+        due_s = [self._coming[0].spec.arrival_s] if self._coming and is_idle else []
         due_s += [spec.arrival_s + spec.timeout_s for spec in specs if spec.timeout_s is not None]
-        return max(0.0, min(due_s, default=PATIENCE_S) - now_s) + 1e-3
+        return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
 
     def _take(self, group: _StockGroup, rank: int, message: object) -> None:
         match message:

@@ -168,11 +168,11 @@ class _FileWriter:
             self._connection.send(answer)
 
     def _write(self, spec: JobSpec, path: Path, frames: Any) -> None:
-        from gfgen.runtime.files.outputs import write_output
-        from gfgen.runtime.files.writer import frames_by_file
-
         error = None
         try:
+            from gfgen.runtime.files.outputs import write_output
+            from gfgen.runtime.files.writer import frames_by_file
+
             fps = spec.fps if len(frames) > 1 else None
             for each, part in frames_by_file(frames, path, fps=fps).items():
                 write_output(part, each, fps=fps, metadata={})

@@ -70,7 +70,7 @@ def doctor() -> int:
         ("machine", _machine()),
         ("packages", _packages(missing)),
         ("GPUs", _gpus(missing)),
-        ("models", _models()),
+        ("models", _models(missing)),
         ("caches", _caches()),
     ):
         click.echo(f"{section}")
@@ -141,7 +141,7 @@ def _gpus(missing: list[str]) -> Iterator[str]:
         missing.append("a CUDA build of PyTorch: the installed one supports CPUs only (https://pytorch.org)")
 
 
-def _models(ranks: Ranks | None = None) -> Iterator[str]:
+def _models(missing: list[str], ranks: Ranks | None = None) -> Iterator[str]:
     """What fits on GPUs with a job of each model's defaults, and what streaming costs."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     pinned = "all of it" if locked == resource.RLIM_INFINITY else size_in_words(locked)
@@ -150,7 +150,7 @@ def _models(ranks: Ranks | None = None) -> Iterator[str]:
     try:
         ranks = ranks or AskedRanks(random_weights=True).here()
     except InputError as error:  # a GPU that is too old
-        yield str(error)
+        missing.append(f"! {error}")
         return
     for name in HUB_IDS if ranks.are_on_gpus else ():
         memory, spec = ranks.memory, JobSpec(id=name, prompt=name, model=name)

@@ -74,6 +74,7 @@ class SignalPipe:
     def _came(self, number: int, _: object = None) -> None:
         doing, self._interrupted = self._interrupted, None
         if doing is not None:
+            self._first_s = time.monotonic()
             raise InterruptedRunError(f"stopped while {doing}", signal_number=number)
 
     def close(self) -> None:

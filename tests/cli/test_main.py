@@ -295,7 +295,7 @@ def test_doctor_says_which_models_fit_what_is_streamed_and_what_main_memory_has(
     def told(size_gb, available_gb):
         monkeypatch.setattr(memory, "available_bytes", lambda: available_gb * 10**9)
         devices = Devices("cuda", 1, (Gpu("a GPU", size_gb * 10**9),))
-        return list(doctor._models(Ranks(devices, has_random_weights=True)))
+        return list(doctor._models([], Ranks(devices, has_random_weights=True)))
 
     head, *lines = told(24, 64)
     assert re.fullmatch(r"main memory: .* available; a program may pin .* \(ulimit -l\)", head)
@@ -306,7 +306,7 @@ def test_doctor_says_which_models_fit_what_is_streamed_and_what_main_memory_has(
     assert "wan2.2-ti2v-5b, 1280x704: each GPU holds all of its weights, 24.2 GB" in told(80, 64)
     assert "40.1 GB of main memory needed for weights that GPUs lack room for" in told(24, 20)[-1]
     assert "at least 18.1 GB needed on each GPU even if all" in told(16, 64)[-1]
-    assert len(list(doctor._models())) == 1, "there are no GPUs"
+    assert len(list(doctor._models([]))) == 1, "there are no GPUs"
 
 
 @pytest.fixture

@@ -78,7 +78,10 @@ WITHOUT_GUIDANCE = "negative_prompt has no effect without guidance"
         ({"model": "shapes", "prompt": "a fox (at 5:30 pm)"}, None),
         ({"model": "shapes", "prompt": "<lora:x:0.8> a fox"}, "<lora:...> in a prompt loads no LoRA"),
         ({"model": "shapes", "prompt": "a {red|blue} fox"}, "{a|b} and __a__ in a prompt are plain text"),
-        ({"model": "shapes", "prompt": "a __tools/animal__ fox"}, "{a|b} and __a__ in a prompt are plain"),
+        (
+            {"model": "shapes", "prompt": "a __tools/animal__ fox"},
+            "{a|b} and __a__ in a prompt are plain text;",
+        ),
         ({"model": "shapes", "prompt": "a snake__case__name"}, None),
         ({"model": "shapes", "prompt": "a fox, embedding:easy-v2."}, "embedding:name in a prompt loads no"),
         (

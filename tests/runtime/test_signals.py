@@ -81,6 +81,7 @@ def test_a_warning_of_a_batch_system_stops_a_run_once(monkeypatch, number: signa
         assert pipe.take() == []
         os.kill(os.getpid(), signal.SIGTERM)
         assert pipe.take() == [signal.SIGTERM]
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("number", WARNINGS)
@@ -105,6 +106,7 @@ def test_a_signal_interrupts_what_waits_for_something_else(comes_first: bool) ->
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value.signal_number == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGINT)  # while it ends
+    assert signal.getsignal(signal.SIGXCPU) is signal.SIG_IGN
 
 
 def test_a_signal_that_came_after_it_is_only_told() -> None:

@@ -242,7 +242,7 @@ IN_PROMPTS: Mapping[str, re.Pattern[str]] = {
     OF_A1111: re.compile(rf"{_BRACKETS}|\b(?:AND|BREAK)\b"),
     "<lora:...> in a prompt loads no LoRA; use the field lora": re.compile(r"<(?:lora|lyco):[^<>]*>"),
     "embedding:name in a prompt loads no textual inversion": re.compile(r"\bembedding:\S*\w"),
-    "{a|b} and __a__ in a prompt are plain text without vary": _CHOICE,
+    "{a|b} and __a__ in a prompt are plain text; vary reads {a|b} and {@file.txt}": _CHOICE,
     "options in a prompt are plain text; use fields of the job": _OPTION,
 }
 """What other programs read in prompts."""

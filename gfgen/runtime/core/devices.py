@@ -175,12 +175,10 @@ def choose_devices(
     if ranks_per_gpu > 1:
         logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
     used = gpus[: -(-count // ranks_per_gpu)]
-    for idx, gpu in enumerate(used):
+    for gpu in used:
         if 0 < gpu.capability[0] < FIRST_CAPABILITY:
             needed = f"bf16 needs compute capability {FIRST_CAPABILITY}.0, which is not {gpu.architecture}"
-            raise InputError(
-                f"GPU {idx} ({gpu.name}): {needed}; leave it out with --gpus, or use --device cpu"
-            )
+            raise InputError(f"{gpu.name}: {needed}; leave such GPUs out with --gpus, or use --device cpu")
     devices = Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu, transport, rate)
     if link is not None and not devices.over_host:
         logger.warning(_NO_LINK)

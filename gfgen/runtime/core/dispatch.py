@@ -40,7 +40,7 @@ class Dispatch:
     source: Layout | None = None
     transfers: tuple[Transfer, ...] = ()  # moves from `source` to `layout` before the task can start
     switch_s: float = 0.0  # predicted time to merge the job's patches; 0 if the ranks hold them
-    batch: range | None = None  # the dispatches of its batch: their steps are computed together
+    batch: range | None = None  # the dispatches that share its reads of blocks
     late_s: float = 0.0  # of a step that a policy has approximated: how late its job would be without
 
     @property

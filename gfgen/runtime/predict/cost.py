@@ -123,7 +123,7 @@ class CostClass:
     state_bytes: int
     limits: Limits
     batch: int
-    """Jobs that take their steps together (control/job_record.py). A step of one of them is an equal part."""
+    """Jobs that share their steps' reads (control/sharing.py). A step of one of them is an equal part."""
     shared: ModelTimes = field(repr=False)
     reads_s: tuple[float, ...] = (0.0, 0.0)
     """How long a step reads streamed blocks: on one rank, and with a rank for each branch."""
@@ -453,7 +453,7 @@ class CostModel:
         measured.add(duration_s, first_end_s)
         measured.samples.append(duration_s)
         if profiled is not None and profiled.loaded_s > 0 and is_computing:
-            # Only then a deviation is due to the machine, and not to a batch or to degrees.
+            # Only then a deviation is due to the machine, and not to shared reads or to degrees.
             is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
             if is_alike and self._table.is_known(cost_class.model, cost_class.shape, *key):
                 _note(shared.drifts[stage], task, measured.value / profiled.loaded_s)
@@ -524,7 +524,7 @@ class CostModel:
     def _profiled(self, cost_class: CostClass, key: _Key) -> Estimate | None:
         if key not in cost_class.profiled:
             stage, degrees = key
-            # A table without steps of such a batch takes those of the same work: of single jobs.
+            # A table without steps that so many jobs share takes those of the same work: of single jobs.
             shape = cost_class.kind if stage is Stage.DENOISE else cost_class.shape
             work = TaskWork(cost_class.flops[stage], cost_class.state_bytes)
             found = self._table.task(cost_class.model, shape, stage, degrees, work)

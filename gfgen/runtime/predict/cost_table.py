@@ -4,7 +4,7 @@ Shapes between two profiled ones are interpolated over the work of a task: its f
 (attention and matrix products together; between two shapes a straight line is close to both), or the bytes of
 the job's state for stages without arithmetic. A shape below all profiled ones takes the same share of its
 time on one rank as the smallest profiled one. Missing degrees follow from existing ones by Amdahl's law, with
-the serial share that the table shows. Steps in batches stand for other tasks only where the step of a single
+the serial share that the table shows. Shared steps stand for other tasks only where the step of a single
 job was not measured.
 """
 

@@ -46,7 +46,7 @@ class ProfileRow:
 
     model: str
     shape: str
-    """`AdmittedJob.shape`; of a step in batches, `CostClass.kind`."""
+    """`AdmittedJob.shape`; of a shared step, `CostClass.kind`."""
     stage: Stage
     degrees: Degrees
     seconds: float

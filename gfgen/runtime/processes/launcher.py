@@ -118,7 +118,9 @@ def ensure_fork_server(keep_fds: Sequence[int] = ()) -> None:
     """Start the fork server unless it runs; what it forks dies with the run and keeps `keep_fds` open."""
     try:
         _ensure_fork_server(keep_fds, None)
-    except OSError:  # TMPDIR may be a volume without sockets: FUSE, virtiofs
+    except OSError as error:  # TMPDIR may be a volume without sockets: FUSE, virtiofs
+        if error.errno in (errno.EMFILE, errno.EAGAIN) or not os.path.isdir("/dev/shm"):
+            raise
         _ensure_fork_server(keep_fds, "/dev/shm")
 
 

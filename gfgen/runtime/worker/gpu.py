@@ -60,7 +60,7 @@ from gfgen.system.machine import peak_bytes
 logger = logging.getLogger(__name__)
 
 _SHORT_S = 0.25  # a task expected to end sooner is launched as a whole: stopping it would gain nothing
-_NUM_SUMS = 64  # more than a rank has tasks under way, which are two at most, or a batch
+_NUM_SUMS = 64  # more than a rank has tasks under way, which are two at most, or shared ones
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

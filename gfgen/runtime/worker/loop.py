@@ -227,7 +227,7 @@ class Worker:
         return work
 
     def _launch(self, works: Sequence[RankTask]) -> None:
-        """Meet the other ranks, launch a task or a batch, and let the watcher publish and report."""
+        """Meet the other ranks, launch a task or shared ones, and let the watcher publish and report."""
         with self._answering(*[work.number for work in works]):
             self.device.run(works)
             for work in sorted(works, key=lambda each: each.error is not None):
@@ -265,7 +265,9 @@ class Worker:
                 if self._dispatches.is_void(number):
                     self._dispatches.leave(number)
                 else:
-                    self._fail(messages.TaskFault(number, "its batch was given up", void=True))
+                    self._fail(
+                        messages.TaskFault(number, "a task that shares its reads was given up", void=True)
+                    )
         except Exception as error:
             for number in numbers:
                 self._give_reason(number, error)

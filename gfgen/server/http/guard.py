@@ -119,7 +119,7 @@ class RequestGuard:
         is_own = self._hosts is None or name in self._hosts or name.endswith(".localhost")
         if hosts and not is_own:  # health checks by HTTP/1.0 name none; pages do
             raise ApiError(400, f"Host {host[:80]}: not this server; name it by --public-url, or set a key")
-        if (coding := headers.get("content-encoding", "identity")) != "identity":
+        if (coding := headers.get("content-encoding", "")).lower() not in ("", "identity", "utf-8"):
             raise ApiError(400, f"Content-Encoding {coding[:80]}: send the body as it is")
         if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers, host):
             raise ApiError(403, "requests from pages of other sites are refused, but for --allow-origin")

@@ -71,7 +71,7 @@ async def list_models(service: Service) -> server_schemas.ModelList:
 @router.get("/v1/models/{model:path}", summary="Get a model")
 async def get_model(service: Service, model: str) -> server_schemas.ServedModel:
     for each in service.models():
-        if each.id.lstrip("/") == model.lstrip("/"):
+        if each.id.strip("/") == model.strip("/"):
             return each
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
 
