@@ -32,7 +32,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from diffusers.models.attention_dispatch import TemplatedRingAttention, TemplatedUlyssesAttention
 from torch import Tensor, distributed
 
-from benchmarks.measured import device_ms, host_s
+from benchmarks.measured import device_ms, head, host_s, row
 from gfgen.gfc.arena import MIB, ArenaPlan, create_arena
 from gfgen.gfc.cuda.measure import graph_us
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -231,41 +231,36 @@ def measure(rows: Rows, run: Run, transport: str, cases: Sequence[tuple[int, int
 
 def tables(rows: Rows) -> Iterator[str]:
     """Markdown of what was measured."""
-    yield "\n| tokens | dim | one GPU, ms | half | way | over | limit, GB/s | MB each way | ms | gain |"
-    yield "|---" * 10 + "|"
+    columns = ("tokens", "dim", "one GPU, ms", "half", "way", "over", "limit, GB/s", "MB each way")
+    yield "\n" + head(*columns, "ms", "gain")
     cases: dict[tuple[int, int], tuple[float, float]] = {}
-    for row in rows.found.values():
-        tokens, dim, way, *over = row["name"].split()
-        alone, half = (rows.us(f"{tokens} {dim} {each}") for each in ("alone", "half"))
+    for each in rows.found.values():
+        tokens, dim, way, *over = each["name"].split()
+        alone, half = (rows.us(f"{tokens} {dim} {which}") for which in ("alone", "half"))
         if over and alone and half:
             cases[int(tokens), int(dim)] = alone, half
-            yield (
-                f"| {int(tokens):,} | {dim} | {alone / 1e3:.2f} | {half / 1e3:.2f} | {way} | {over[0]} | "
-                f"{over[1] if over[1] != '0' else '-'} | {moved_bytes(int(tokens), int(dim)) / 1e6:.0f} | "
-                f"{row['us'] / 1e3:.2f} | {alone / row['us']:.2f} |"
-            )
+            limit, moved = over[1] if over[1] != "0" else "-", moved_bytes(int(tokens), int(dim)) / 1e6
+            cells = [f"{alone / 1e3:.2f}", f"{half / 1e3:.2f}", way, over[0], limit, f"{moved:.0f}"]
+            ms, gain = f"{each['us'] / 1e3:.2f}", f"{alone / each['us']:.2f}"
+            yield row(f"{int(tokens):,}", dim, *cells, ms, gain)
     yield (
         "\ndiffusers over NCCL without peers: the faster one of its Ulysses and ring. A: attention on two "
         "without exchanges; X: the exchange alone over NCCL.\n"
     )
-    yield (
-        "| tokens | dim | diffusers, ms | by | A | X | GB/s | ours, ms | by | times | (A + X) / A | share |"
-    )
-    yield "|---" * 12 + "|"
+    compared = ("tokens", "dim", "diffusers, ms", "by", "A", "X", "GB/s", "ours, ms", "by", "times")
+    yield head(*compared, "(A + X) / A", "share")
     for (tokens, dim), (_, half) in sorted(cases.items()):
         found = {way: rows.found.get(f"{tokens} {dim} {way} nccl 0") for way in THEIRS}
         own = {way: us for way in WAYS if (us := rows.us(f"{tokens} {dim} {way} host 0"))}
         if not own or not any(found.values()):
             continue
-        best = min((row for row in found.values() if row), key=lambda row: row["us"])
+        best = min(filter(None, found.values()), key=lambda each: each["us"])
         way = min(own, key=own.__getitem__)
-        bound, gain = (half + best["exchange_us"]) / half, best["us"] / own[way]
+        bound, times = (half + best["exchange_us"]) / half, best["us"] / own[way]
         rate = moved_bytes(tokens, dim) / best["exchange_us"] / 1e3
-        yield (
-            f"| {tokens:,} | {dim} | {best['us'] / 1e3:.2f} | {best['name'].split()[2]} | {half / 1e3:.2f} | "
-            f"{best['exchange_us'] / 1e3:.2f} | {rate:.1f} | {own[way] / 1e3:.2f} | {way} | {gain:.2f} | "
-            f"{bound:.2f} | {gain / bound:.0%} |"
-        )
+        cells = [f"{best['us'] / 1e3:.2f}", best["name"].split()[2], f"{half / 1e3:.2f}"]
+        cells += [f"{best['exchange_us'] / 1e3:.2f}", f"{rate:.1f}", f"{own[way] / 1e3:.2f}", way]
+        yield row(f"{tokens:,}", dim, *cells, f"{times:.2f}", f"{bound:.2f}", f"{times / bound:.0%}")
 
 
 def moved_bytes(tokens: int, dim: int) -> float:

@@ -110,7 +110,7 @@ def _merge_loras() -> None:
 
 
 def _denoise(config: Mapping[str, Any], use: Use) -> None:
-    """The forwards of a Wan or Qwen-Image transformer, for one sample and for two."""
+    """The forwards of a Wan or Qwen-Image transformer, of the latter also both branches in one."""
     for layers in ("auto", "fp8"):
         for attention in ("auto", "fp8"):
             transformer = _made({**config, "num_layers": 1}, torch.bfloat16)
@@ -118,20 +118,20 @@ def _denoise(config: Mapping[str, Any], use: Use) -> None:
             on = META if layers == "fp8" else None
             fuse(transformer, fp8_on=on, attends_in_fp8=attention == "fp8")
             is_wan = hasattr(transformer, "condition_embedder")
-            for batch in (1, 2):
-                transformer(**(_wan_inputs if is_wan else _qwen_inputs)(config, batch), return_dict=False)
+            inputs = [_wan_inputs(config)] if is_wan else [_qwen_inputs(config, batch) for batch in (1, 2)]
+            for given in inputs:
+                transformer(**given, return_dict=False)
             use(denoise(layers, attention))
             if is_wan and config["in_channels"] == config["out_channels"]:  # a timestep for each token
-                for batch in (1, 2):
-                    transformer(**_wan_inputs(config, batch, has_image=True), return_dict=False)
+                transformer(**_wan_inputs(config, has_image=True), return_dict=False)
                 use(denoise(layers, attention, has_image=True))
 
 
-def _wan_inputs(config: Mapping[str, Any], batch: int, *, has_image: bool = False) -> dict[str, Any]:
+def _wan_inputs(config: Mapping[str, Any], *, has_image: bool = False) -> dict[str, Any]:
     return {
-        "hidden_states": _empty(batch, config["in_channels"], 2, 16, 16),
+        "hidden_states": _empty(1, config["in_channels"], 2, 16, 16),
         "timestep": torch.empty((1, 128) if has_image else (1,), device=META),
-        "encoder_hidden_states": _empty(batch, 512, config["text_dim"]),
+        "encoder_hidden_states": _empty(1, 512, config["text_dim"]),
     }
 
 

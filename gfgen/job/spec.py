@@ -206,15 +206,16 @@ def canonical_spec(spec: JobSpec, *, has_random_weights: bool = False) -> str:
 
 def prompts_of(spec: JobSpec) -> dict[str, str]:
     """The texts that encoders read, by field, or by argument as prompt_2."""
-    others = {name: text for name, text in (spec.args or {}).items() if _NUMBERED.fullmatch(name)}
     own = {"prompt": spec.prompt, "negative_prompt": spec.negative_prompt or ""}
-    return own | {name: text for name, text in others.items() if isinstance(text, str)}
+    others = ((name, text) for name, text in (spec.args or {}).items() if isinstance(text, str))
+    return own | {name: text for name, text in others if _NUMBERED.fullmatch(name)}
 
 
 def call_key(spec: JobSpec) -> str:
     """Equal for jobs as run whose calls have equal arguments, except for texts, seeds and files' contents."""
     said = {name: getattr(spec, name) for name in HASHED_FIELDS if name not in _NO_ARGUMENTS}
-    said["args"] = {name: bool(x) if name in prompts_of(spec) else x for name, x in (spec.args or {}).items()}
+    texts = prompts_of(spec)
+    said["args"] = {name: bool(x) if name in texts else x for name, x in (spec.args or {}).items()}
     files = {name: len(paths) if isinstance(paths, list) else 1 for name, paths in (spec.files or {}).items()}
     has = {"negative": bool(spec.negative_prompt), "image": spec.image is not None, "files": files}
     return _canonical(said | has)

@@ -336,7 +336,7 @@ def try_calls(jobs: Sequence[AdmittedJob], *, trusts_code: bool, may_ask: bool =
     groups: dict[Path, list[tuple[str, AdmittedJob]]] = defaultdict(list)
     for job in jobs:
         most = max_text_tokens(job.spec, TEXT_TOKENS) - 2
-        if job.has_nominal_flops or any(_long_texts(job.spec, most)):
+        if job.has_nominal_flops or any(_long_texts(prompts_of(job.spec), most)):
             groups[job.checkpoint].append((_key(job), job))
     known = {checkpoint: _read(checkpoint) for checkpoint in groups}
     questions = [
@@ -375,12 +375,12 @@ def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str,
     texts: dict[str, tuple[str, str, str]] = {}
     characters: set[str] = set()
     for key, job in jobs:
-        answer = known["calls"].get(key)
-        odd = set(_ODD.findall("".join(prompts_of(job.spec).values())))
+        answer, prompts = known["calls"].get(key), prompts_of(job.spec)
+        odd = set(_ODD.findall("".join(prompts.values())))
         characters |= (odd := odd - known["unknown"].keys())
-        safe = SAFE_BYTES if len(prompts_of(job.spec)) == 2 else 0  # perhaps no encoder gets a prompt_2
+        safe = SAFE_BYTES if len(prompts) == 2 else 0  # perhaps no encoder gets a prompt_2
         most = safe if answer is None else answer["most_bytes"]
-        new = {_text_id(key, *each): (key, *each) for each in _long_texts(job.spec, most)}
+        new = {_text_id(key, *each): (key, *each) for each in _long_texts(prompts, most)}
         texts |= (new := {name: text for name, text in new.items() if name not in known["texts"]})
         if new or odd or answer is None:
             calls.setdefault(key, asdict(job.spec))
@@ -417,8 +417,8 @@ def _text_id(key: str, name: str, text: str) -> str:
     return hashlib.sha256(f"{key} {name} {text}".encode()).hexdigest()[:20]
 
 
-def _long_texts(spec: JobSpec, most_bytes: int) -> Iterator[tuple[str, str]]:
-    return (each for each in prompts_of(spec).items() if len(each[1].encode()) > most_bytes)
+def _long_texts(prompts: Mapping[str, str], most_bytes: int) -> Iterator[tuple[str, str]]:
+    return (each for each in prompts.items() if len(each[1].encode()) > most_bytes)
 
 
 _ODD = re.compile(r"""[^A-Za-z0-9\s.,;:!?'"()/&%$#@*+=_-]""")

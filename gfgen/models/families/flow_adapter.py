@@ -111,9 +111,9 @@ class FlowAdapter(Adapter):
             )
             return guided if unguided is None else self._guide(guided, unguided, scale=scale)
 
-        pin, keeps = self._pin(spec, condition, step=step), spec.may_approximate
-        new = self._scheduler(spec)
-        return solver.solved_step(new, latents, predicted, step=step, pin=pin, keeps_outputs=keeps)
+        scheduler, pin = self._scheduler(spec), self._pin(spec, condition, step=step)
+        keeps = spec.may_approximate
+        return solver.solved_step(scheduler, latents, predicted, step=step, pin=pin, keeps_outputs=keeps)
 
     @torch.no_grad()
     def approximate(

@@ -6,8 +6,7 @@ no rank join it, and so with encodes. They need not be alike: each computes what
 task is decided anew. A policy that ends one job after the other would leave the others without a step to
 share. So before a step of a job without a deadline, jobs that are as urgent come to their first step.
 
-Shared steps are dispatches with consecutive numbers on one rank, each of which takes an equal part of
-the time.
+Shared steps are dispatches with consecutive numbers on one rank; each takes an equal part of the time.
 """
 
 from __future__ import annotations
