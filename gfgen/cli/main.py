@@ -166,7 +166,12 @@ def _invoke(arguments: list[str]) -> int:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "gfgen"
         raise InputError(f"{error.format_message().rstrip('.')} ({command} --help)") from error
-    except click.Abort:
+    except click.Abort as abort:
+        stopped: BaseException | None = abort
+        while stopped is not None and not isinstance(stopped, InterruptedRunError):
+            stopped = stopped.__context__
+        if stopped is not None:  # Ctrl-C came again while the stopped run was ending
+            raise stopped from None
         return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "gfgen":

@@ -1,5 +1,6 @@
 """The command line without workers: messages, exit codes, and how fast it starts to answer."""
 
+import contextlib
 import errno
 import importlib.metadata
 import importlib.util
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -22,7 +24,7 @@ from click.shell_completion import ShellComplete
 
 from gfgen.cli import doctor
 from gfgen.cli.main import cli, main
-from gfgen.errors import ModelError, RunError
+from gfgen.errors import InterruptedRunError, ModelError, RunError
 from gfgen.graph import Stage
 from gfgen.models.ahead.pool import Report
 from gfgen.models.families.registry import check_here, check_name
@@ -451,6 +453,23 @@ def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch, 
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
     assert "/nowhere/at/all" in caplog.text
+
+
+def test_one_more_ctrl_c_while_a_stopped_run_ends_leaves_its_last_line(capsys, monkeypatch):
+    """The session has closed by then, and no longer catches signals."""
+
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def stop(_: str) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(press)
+            raise InterruptedRunError("stopped; 1 job done", signal_number=signal.SIGINT)
+
+    monkeypatch.setattr("gfgen.system.signals.leave_to_the_run", lambda: None)
+    monkeypatch.setattr("gfgen.cli.main.importlib.import_module", stop)
+    code, _, err = gfgen(capsys, "doctor")
+    assert (code, err.split()) == (130, ["gfgen:", "stopped;", "1", "job", "done"])
 
 
 def test_help_that_names_a_page_says_where_pages_are() -> None:
