@@ -335,7 +335,7 @@ class WholeJobCosts(CostModel):
         self._parts: dict[CostClass, tuple[CostClass, int]] = {}
         """Of each class of whole jobs: the class of its tasks, and their number."""
 
-    def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
+    def class_of(self, job: AdmittedJob, *, num_sharers: int = 1) -> CostClass:
         num_steps, num_refined = job.trajectory.num_steps, job.trajectory.num_refined
         steps_flops = (num_steps - num_refined) * job.flops[Stage.DENOISE]
         steps_flops += num_refined * job.flops[Stage.REFINE] if num_refined else 0
@@ -345,7 +345,7 @@ class WholeJobCosts(CostModel):
             flops={**job.flops, Stage.DENOISE: steps_flops},
             state_bytes=job.state_bytes,
             limits=job.limits,
-            batch=batch,
+            num_sharers=num_sharers,
         )
         if whole not in self._parts:
             self._parts[whole] = (self._tasks.class_of(job), num_steps + 3)

@@ -113,24 +113,26 @@ def test_the_least_time_on_several_ranks_is_that_of_the_first_one_to_end():
     assert costs.ends_after_s(small, Stage.DECODE, (1, 2, 1)) == (0.5, 0.4)
 
 
-def test_a_step_of_a_batch_has_its_part_of_a_switch_of_loras():
+def test_a_step_that_is_shared_has_its_part_of_a_switch_of_loras():
     costs = CostModel()
-    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    flops = small_flops()
+    alone, shared = (costs.cost_class("m", "x", flops=flops, state_bytes=1, num_sharers=n) for n in (1, 4))
     costs.observe(alone, Stage.DENOISE, ONE, 1.0)
     costs.observe_switch(alone, Stage.DENOISE, ONE, 3.0)
-    costs.observe_switch(batch, Stage.DENOISE, ONE, 1.5)
-    assert costs.switch_s(batch) == 2.0
-    assert costs.task_s(batch, Stage.DENOISE, ONE) == 1.0
+    costs.observe_switch(shared, Stage.DENOISE, ONE, 1.5)
+    assert costs.switch_s(shared) == 2.0
+    assert costs.task_s(shared, Stage.DENOISE, ONE) == 1.0
 
 
 def test_the_time_to_write_a_file_is_learnt_and_counts_from_the_next_renewal():
     costs = CostModel()
-    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
+    flops = small_flops()
+    alone, shared = (costs.cost_class("m", "x", flops=flops, state_bytes=1, num_sharers=n) for n in (1, 4))
     costs.observe_write(alone, 2.0)
-    assert (alone.write_s, batch.write_s) == (0.0, 0.0)
+    assert (alone.write_s, shared.write_s) == (0.0, 0.0)
     costs.renew(costs.changed)
-    assert (alone.write_s, batch.write_s) == (2.0, 2.0)
-    costs.observe_write(batch, 2.1)
+    assert (alone.write_s, shared.write_s) == (2.0, 2.0)
+    costs.observe_write(shared, 2.1)
     assert not costs.changed, "too little to reorder jobs for"
 
 
@@ -274,14 +276,15 @@ def test_the_rest_of_a_job_has_the_price_of_first_uses_until_there_was_one():
     assert costs.first_use_s(small, Stage.DENOISE, both) == 0.0
 
 
-def test_a_step_of_a_batch_has_its_part_of_the_price_of_a_first_use():
+def test_a_step_that_is_shared_has_its_part_of_the_price_of_a_first_use():
     costs = CostModel()
     costs.price_first_uses(0.5, ())
-    alone, batch = (costs.cost_class("m", "x", flops=small_flops(), state_bytes=1, batch=n) for n in (1, 4))
-    prices_s = [costs.first_use_s(each, Stage.DENOISE, ONE) for each in (alone, batch)]
+    flops = small_flops()
+    alone, shared = (costs.cost_class("m", "x", flops=flops, state_bytes=1, num_sharers=n) for n in (1, 4))
+    prices_s = [costs.first_use_s(each, Stage.DENOISE, ONE) for each in (alone, shared)]
     assert prices_s == [0.5, 0.125]
-    costs.observe_first_use(batch, Stage.DENOISE, ONE, 0.3, prepared_s=0.1)
-    costs.observe(batch, Stage.DENOISE, ONE, 0.1)
+    costs.observe_first_use(shared, Stage.DENOISE, ONE, 0.3, prepared_s=0.1)
+    costs.observe(shared, Stage.DENOISE, ONE, 0.1)
     assert costs.first_use_s(alone, Stage.DENOISE, ONE) == pytest.approx(4 * 0.3)
 
 
@@ -358,7 +361,7 @@ def test_a_step_takes_the_longer_of_computing_and_reading_and_jobs_that_share_it
 ) -> None:
     costs, job = streamed(read_s=1.0, compute_s=compute_s), make_job("a", shape="small")
     for number, expected_s in shared_s.items():
-        found = costs.class_of(job, batch=number)
+        found = costs.class_of(job, num_sharers=number)
         assert costs.task_s(found, Stage.DENOISE, ONE) == pytest.approx(expected_s)
         assert costs.task_s(found, Stage.DECODE, ONE) == pytest.approx(compute_s, abs=0.01), (
             "it reads nothing"
@@ -368,8 +371,11 @@ def test_a_step_takes_the_longer_of_computing_and_reading_and_jobs_that_share_it
 def test_only_jobs_on_one_rank_share_reads_and_a_rank_for_each_branch_reads_less_where_branches_are_apart():
     costs = streamed(read_s=1.0)
     job = replace(make_job("a", uses_cfg=True), num_reads=(4, 2))
-    for batch, expected in ((1, {ONE: 4.0, (1, 2, 1): 4.0, (2, 1, 1): 2.0}), (2, {ONE: 2.0, (1, 2, 1): 4.0})):
-        found = costs.class_of(job, batch=batch)
+    for number, expected in (
+        (1, {ONE: 4.0, (1, 2, 1): 4.0, (2, 1, 1): 2.0}),
+        (2, {ONE: 2.0, (1, 2, 1): 4.0}),
+    ):
+        found = costs.class_of(job, num_sharers=number)
         assert {way: costs.task_s(found, Stage.DENOISE, way) for way in expected} == expected
 
 
@@ -378,11 +384,11 @@ def test_steps_that_reading_bounds_teach_nothing_about_computing():
     small, large = (costs.class_of(make_job("a", shape=shape)) for shape in ("small", "large"))
     costs.observe(small, Stage.DENOISE, ONE, 1.05)
     assert costs.task_s(small, Stage.DENOISE, ONE) == 1.0, "the profile counts as a measurement"
-    shared = costs.class_of(make_job("a", shape="small"), batch=8)
+    shared = costs.class_of(make_job("a", shape="small"), num_sharers=8)
     assert costs.task_s(shared, Stage.DENOISE, ONE) == pytest.approx(0.2)
     costs.observe(shared, Stage.DENOISE, ONE, 0.4)
     costs.observe(large, Stage.DENOISE, ONE, 5.0)
-    assert costs.task_s(costs.class_of(make_job("b", shape="large"), batch=8), Stage.DENOISE, ONE) > 4.0
+    assert costs.task_s(costs.class_of(make_job("b", shape="large"), num_sharers=8), Stage.DENOISE, ONE) > 4.0
 
 
 def test_moves_and_approximate_steps_take_as_long_as_the_profile_says_of_the_state():
@@ -417,11 +423,11 @@ def test_a_shape_that_the_profile_lacks_takes_the_drift_of_those_that_it_has():
         ProfileRow("model", "small", Stage.DENOISE, degrees, 1.0, flops=1e9) for degrees in (ONE, (1, 2, 1))
     )
     costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=2, rows=rows))
-    small, batch = (
+    small, shared = (
         cost_class(costs),
-        costs.cost_class("model", "large", flops=dict.fromkeys(Stage, 4e9), state_bytes=1_000_000, batch=2),
+        costs.cost_class("model", "large", flops=dict.fromkeys(Stage, 4e9), state_bytes=1, num_sharers=2),
     )
-    costs.observe(batch, Stage.DENOISE, ONE, 40.0)
+    costs.observe(shared, Stage.DENOISE, ONE, 40.0)
     costs.observe(small, Stage.DENOISE, (1, 4, 1), 40.0)
     assert costs.estimate(small, Stage.DENOISE, ONE).seconds == 1.0
     costs.observe(small, Stage.DENOISE, (1, 2, 1), 3.0)

@@ -117,12 +117,12 @@ def test_a_run_leaves_no_first_uses():
     assert (found.stage, found.seconds) == (Stage.DENOISE, 1.0)
 
 
-def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_decodes_together():
+def test_a_run_leaves_times_of_shared_steps_apart_from_others_and_of_all_decodes_together():
     costs, job = CostModel(), make_job("a")
-    for batch, step_s in ((1, 1.6), (2, 1.0)):
+    for number, step_s in ((1, 1.6), (2, 1.0)):
         for _ in range(3):
-            costs.observe(costs.class_of(job, batch=batch), Stage.DENOISE, ONE, step_s)
-            costs.observe(costs.class_of(job, batch=batch), Stage.DECODE, ONE, 0.5)
+            costs.observe(costs.class_of(job, num_sharers=number), Stage.DENOISE, ONE, step_s)
+            costs.observe(costs.class_of(job, num_sharers=number), Stage.DECODE, ONE, 0.5)
     keep(runs_path(), costs.classes.values())
     found = load_profile(runs_path())
     assert sorted((each.shape, each.stage, each.num_samples) for each in found.rows) == [
@@ -131,11 +131,12 @@ def test_a_run_leaves_times_of_steps_in_batches_apart_from_others_and_of_all_dec
         ("small in batches of 2", "denoise", 3),
     ]
     known = CostModel(found)
-    times = [known.task_s(known.class_of(job, batch=batch), Stage.DENOISE, ONE) for batch in (1, 2, 3)]
-    assert times == [1.6, 1.0, 1.6]  # no batch of 3 was measured, so its jobs count as single ones
+    classes = (known.class_of(job, num_sharers=number) for number in (1, 2, 3))
+    times = [known.task_s(each, Stage.DENOISE, ONE) for each in classes]
+    assert times == [1.6, 1.0, 1.6]  # no step of 3 was measured, so its jobs count as single ones
     other = known.cost_class(job.spec.model, "other", flops=job.flops, state_bytes=job.state_bytes)
-    known.observe(known.class_of(job, batch=4), Stage.DENOISE, ONE, 0.8)
-    assert known.task_s(other, Stage.DENOISE, ONE) == 1.6, "batches say nothing about single jobs"
+    known.observe(known.class_of(job, num_sharers=4), Stage.DENOISE, ONE, 0.8)
+    assert known.task_s(other, Stage.DENOISE, ONE) == 1.6, "shared steps say nothing about single jobs"
 
 
 def test_a_run_leaves_the_time_to_write_a_file_with_its_decode():
@@ -156,7 +157,7 @@ def test_a_run_leaves_the_time_to_write_a_file_with_its_decode():
 
 def test_a_profile_of_batches_alone_predicts_single_jobs():
     costs, job = CostModel(), make_job("a")
-    costs.observe(costs.class_of(job, batch=2), Stage.DENOISE, ONE, 1.0)
+    costs.observe(costs.class_of(job, num_sharers=2), Stage.DENOISE, ONE, 1.0)
     keep(runs_path(), costs.classes.values())
     known = CostModel(load_profile(runs_path()))
     assert known.task_s(known.class_of(job), Stage.DENOISE, ONE) == 1.0

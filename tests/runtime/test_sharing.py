@@ -28,7 +28,7 @@ STREAMED: dict[str, Any] = {"reads_s": {"fake": READ_S}, "lookahead_s": 0.005}
 
 def task_s(dispatch: Dispatch, *, compute_s: float = COMPUTE_S) -> float:
     """An equal part of a step, which computes while it reads."""
-    number = len(dispatch.batch or "1")
+    number = dispatch.num_sharers
     return max(READ_S, number * compute_s) / number if dispatch.task.stage is Stage.DENOISE else OTHER_S
 
 
@@ -43,7 +43,7 @@ def steps_of(dispatches: Sequence[Dispatch]) -> list[str]:
     shared: dict[int, str] = {}
     for each in dispatches:
         if each.task.stage is Stage.DENOISE:
-            first = each.number if each.batch is None else each.batch[0]
+            first = each.number if each.sharers is None else each.sharers[0]
             shared[first] = f"{shared.get(first, '')} {each.task.job_id}{each.task.step}".strip()
     return list(shared.values())
 
@@ -52,7 +52,7 @@ def test_jobs_that_wait_share_the_reads_of_the_text_encoder() -> None:
     dispatches = run([make_job(name, steps=2) for name in "abc"])
     encodes = [each for each in dispatches if each.task.stage is Stage.ENCODE]
     assert [each.task.job_id for each in encodes] == ["a", "b", "c"]
-    assert {each.batch for each in encodes} == {range(encodes[0].number, encodes[0].number + 3)}
+    assert {each.sharers for each in encodes} == {range(encodes[0].number, encodes[0].number + 3)}
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "makespan", "auto"])
@@ -143,7 +143,7 @@ def test_equal_parts_of_the_time_are_what_predictions_learn() -> None:
     )
     control.run()
     costs, job = control.state._costs, make_job("a", steps=6)
-    found = {number: costs.class_of(job, batch=number) for number in (1, 4)}
+    found = {number: costs.class_of(job, num_sharers=number) for number in (1, 4)}
     assert costs.has_seen(found[4], Stage.DENOISE, ALONE)
     assert costs.estimate(found[4], Stage.DENOISE, ALONE).seconds == pytest.approx(READ_S / 4)
     task = job.trajectory.task(2)
@@ -209,7 +209,7 @@ def test_the_dispatches_of_a_shared_step_have_consecutive_numbers_and_nothing_is
     step = Step()
     dispatches = step.begin("a", 2)
     assert names_of(dispatches) == ["a", "b", "c"]
-    assert {each.batch for each in dispatches} == {range(dispatches[0].number, dispatches[-1].number + 1)}
+    assert {each.sharers for each in dispatches} == {range(dispatches[0].number, dispatches[-1].number + 1)}
     assert step.state.choice() is None
     step.end(dispatches)
     assert step.open == ["a", "b", "c"]
@@ -266,8 +266,8 @@ def test_two_jobs_share_steps_unless_one_would_then_miss_a_deadline_that_it_meet
     state.apply(events.RankReady(0.0, 0, 1, 0.0))
     state.apply(events.JobArrived(0.0, "a"))
     for number, step_s in ((1, 1.0), (2, 0.6)):
-        costs.observe(costs.class_of(job, batch=number), Stage.DENOISE, ALONE, step_s)
-        costs.observe(costs.class_of(job, batch=number), Stage.DECODE, ALONE, 0.125)
+        costs.observe(costs.class_of(job, num_sharers=number), Stage.DENOISE, ALONE, step_s)
+        costs.observe(costs.class_of(job, num_sharers=number), Stage.DECODE, ALONE, 0.125)
     record = state.jobs.records["a"]
     record.progress.next_index = 2
     assert state.sharing._is_late(record, 2, now_s=0.0) is is_late

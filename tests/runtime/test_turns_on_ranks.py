@@ -83,7 +83,7 @@ class Rank:
         producers = dict(self.made)
         for number, (name, index) in enumerate(tasks.items(), first):
             task = (number, name, index, producers.get(name), Layout.single(0), (1,))
-            self.channel.send(RunTask(*task, batch_end=end))
+            self.channel.send(RunTask(*task, last_sharer=end))
         answers = [self.answer() for _ in tasks]
         for answer in answers:
             if isinstance(answer, TaskReport):
@@ -270,12 +270,12 @@ def test_unequal_pictures_that_share_steps_are_those_of_their_jobs_alone_also_af
     jobs = pictures(order and f"{order} rank=0 step=1 times=1", name=f"{order}-{pool_name}")
     recorder = run(pool, tmp_path / "together", *jobs, policy=following((0,)), read_s=1000.0)
     assert set(statuses(recorder).values()) == {"done"}
-    shared = [each for each in recorder.dispatches if each.batch is not None]
-    assert {len(each.batch) for each in shared} >= ({3, 2} if order else {3})
+    shared = [each for each in recorder.dispatches if each.sharers is not None]
+    assert {len(each.sharers) for each in shared} >= ({3, 2} if order else {3})
     assert len(of_kind(recorder, TaskFailed)) == num_failed
     assert len(of_kind(recorder, RankLost)) == (order == "die")
     alone = run(pool, tmp_path / "alone", *jobs, policy=following((0,)))
-    assert all(each.batch is None for each in alone.dispatches)
+    assert all(each.sharers is None for each in alone.dispatches)
     for job in jobs:
         found, wanted = (pixels(tmp_path / name / f"{job.id}.png") for name in ("together", "alone"))
         assert (found == wanted).all(), job.id

@@ -233,7 +233,7 @@ def slowdowns(jobs: Sequence[AdmittedJob], profile: Profile, reads_s: Mapping[st
     costs[1].reads_s = reads_s
     for job in jobs:
         if (name := job.spec.model or "") in reads_s and profile.knows([job]):
-            kinds = [(each, each.class_of(job, batch=number)) for number in (1, MAX_JOBS) for each in costs]
+            kinds = [(each, each.class_of(job, num_sharers=n)) for n in (1, MAX_JOBS) for each in costs]
             times_s = [each.estimate(kind, Stage.DENOISE, ALONE).seconds for each, kind in kinds]
             found[name] = max(found.get(name, []), [times_s[1] / times_s[0], times_s[3] / times_s[2]])
     text = "a step of {} takes {:.1f} times as long as with resident weights, {:.1f} if {} jobs share it"

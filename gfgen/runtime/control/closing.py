@@ -142,7 +142,7 @@ class Closing:
             cost_class, _FIRST_TASK, num_tasks, degrees, num_approximate=num_approximate
         )
         # A job ends with those that share its steps.
-        return now_s + CAUTION * remaining_s * cost_class.batch > self.closes_s
+        return now_s + CAUTION * remaining_s * cost_class.num_sharers > self.closes_s
 
     def check(self) -> None:
         assert self.is_stopping or self.stop_signal is None, "a signal has come, and the run goes on"

@@ -221,7 +221,7 @@ class Ranks:
 
     def check(self) -> None:
         for rank in self.records:
-            tasks = {each.dispatch.batch or each.dispatch.number for each in rank.flights}
+            tasks = {each.dispatch.sharers or each.dispatch.number for each in rank.flights}
             assert len(tasks) <= 2, f"rank {rank.rank} has {len(tasks)} tasks"
             assert not (rank.is_retired and rank.is_ready), f"rank {rank.rank} is retired and ready"
             for flight in rank.flights:

@@ -81,14 +81,14 @@ class Sharing:
             return ()
         peers = [self._records[job_id] for job_id in self._joining.get(record.job_id, ())]
         for each in (record, *peers):
-            each.cost_class, each._view = self._costs.class_of(each.job, batch=1 + len(peers)), None
+            each.cost_class, each._view = self._costs.class_of(each.job, num_sharers=1 + len(peers)), None
         return peers
 
     def class_of(self, record: JobRecord, dispatch: Dispatch) -> CostClass:
         """The class in which a task has run; its job may be in another one by now."""
         if dispatch.task.stage not in SHARED or record.model not in self._reads_s:
             return record.cost_class
-        return self._costs.class_of(record.job, batch=len(dispatch.batch or "1"))
+        return self._costs.class_of(record.job, num_sharers=dispatch.num_sharers)
 
     def _leader(self, decision: Decision) -> JobRecord | None:
         """The job of a decision if others can share its task, and gain by it as far as predictions say."""
@@ -110,8 +110,8 @@ class Sharing:
         """Whether a job would miss its deadline because this many jobs take all of its steps together."""
 
         def ends_s(number: int) -> float:
-            rest = self._costs.class_of(record.job, batch=number), record.next_task, record.num_tasks, ALONE
-            rest_s = self._costs.remaining_s(*rest, is_handed_out=False)
+            found, first = self._costs.class_of(record.job, num_sharers=number), record.next_task
+            rest_s = self._costs.remaining_s(found, first, record.num_tasks, ALONE, is_handed_out=False)
             return now_s + number * rest_s + record.cost_class.write_s
 
         has_deadline = number > 1 and record.deadline_s < math.inf

@@ -169,14 +169,14 @@ class State:
             now_s=self.clock.turn_s,
             max_degree=self.max_degree,
         )
-        task, layout, batch = decision.task, decision.layout, None
+        task, layout, sharers = decision.task, decision.layout, None
         if peers := self.sharing.peers(record, decision):
             first = self.flights.last_number + 1
-            batch = range(first, first + 1 + len(peers))
-        lead = self._begin(record, task, layout, batch=batch)
-        return [lead, *[self._begin(each, each.next_task, layout, batch=batch) for each in peers]]
+            sharers = range(first, first + 1 + len(peers))
+        lead = self._begin(record, task, layout, sharers=sharers)
+        return [lead, *[self._begin(each, each.next_task, layout, sharers=sharers) for each in peers]]
 
-    def _begin(self, record: JobRecord, task: Task, layout: Layout, *, batch: range | None) -> Dispatch:
+    def _begin(self, record: JobRecord, task: Task, layout: Layout, *, sharers: range | None) -> Dispatch:
         """Shared steps are predicted, and later reported, as if they ran in turn."""
         number, progress, cost_class = self.flights.last_number + 1, record.progress, record.cost_class
         degrees, source = layout.degrees, progress.holder if progress.is_held else None
@@ -188,7 +188,7 @@ class State:
         transfers: tuple[Transfer, ...] = ()
         if source is not None and source != layout:
             move_s = self._costs.move_s(cost_class, source, layout)
-            if task.index >= FIRST_STEP and batch is None:
+            if task.index >= FIRST_STEP and sharers is None:
                 latents = record.job.trajectory.artifact("latents")
                 transfers = self.ranks.transfers(latents, source=source, destination=layout)
         late_s = 0.0
@@ -206,11 +206,11 @@ class State:
             source=source,
             transfers=transfers,
             switch_s=switch_s,
-            batch=batch,
+            sharers=sharers,
             late_s=late_s,
         )
         # Nothing is queued behind shared steps, which end together.
-        is_measured = batch is None and self._costs.has_seen(cost_class, task.stage, degrees)
+        is_measured = sharers is None and self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(
             dispatch,
             soonest_s=start_s + least_s,  # moves and switches may take less than predicted
@@ -405,7 +405,7 @@ class State:
             return self._end(record, error=record.trouble.doom)
         if record.trouble.doom:
             # A shared step ends for the sake of the others.
-            self.flights.give_up(each for each in record.flights if each.dispatch.batch is None)
+            self.flights.give_up(each for each in record.flights if each.dispatch.sharers is None)
         self.jobs.place(record)
         return ()
 

@@ -40,12 +40,16 @@ class Dispatch:
     source: Layout | None = None
     transfers: tuple[Transfer, ...] = ()  # moves from `source` to `layout` before the task can start
     switch_s: float = 0.0  # predicted time to merge the job's patches; 0 if the ranks hold them
-    batch: range | None = None  # the dispatches that share its reads of blocks
+    sharers: range | None = None  # the dispatches that share its reads of blocks, itself among them
     late_s: float = 0.0  # of a step that a policy has approximated: how late its job would be without
 
     @property
     def predicted_s(self) -> float:
         return self.predicted_end_s - self.predicted_start_s
+
+    @property
+    def num_sharers(self) -> int:
+        return 1 if self.sharers is None else len(self.sharers)
 
     @property
     def moved_bytes(self) -> int:

@@ -54,7 +54,7 @@ class RunTask(NamedTuple):
     transfers: tuple[Transfer, ...] = ()
     wait_s: float | None = None  # bounds each wait for another rank; None for the collectives' default
     expected_s: float = 0.0
-    batch_end: int | None = None  # the last dispatch that shares its reads: it waits for those up to it
+    last_sharer: int | None = None  # the last dispatch that shares its reads: it waits for those up to it
     is_approximate: bool = False  # whether a policy chose that the step runs no transformer
 
 

@@ -122,7 +122,7 @@ class CostClass:
     flops: Mapping[Stage, float]
     state_bytes: int
     limits: Limits
-    batch: int
+    num_sharers: int
     """Jobs that share their steps' reads (control/sharing.py). A step of one of them is an equal part."""
     shared: ModelTimes = field(repr=False)
     reads_s: tuple[float, ...] = (0.0, 0.0)
@@ -130,7 +130,7 @@ class CostClass:
     num_refined: int = 0
     """The last steps of each of its jobs that are of a second pass."""
     kind: str = field(init=False)
-    """The shape, in words that tell batches of different sizes apart."""
+    """The shape, in words that tell different numbers of sharers apart."""
     measured: dict[_Key, Recent] = field(default_factory=dict)
     first_uses: dict[_Key, tuple[float, float]] = field(default_factory=dict)
     """The shortest duration of a first use, and how much longer it took with its preparation."""
@@ -152,7 +152,7 @@ class CostClass:
     """Rises when a returned estimate changes notably, or is renewed."""
 
     def __post_init__(self) -> None:
-        self.kind = _kind(self.shape, self.batch)
+        self.kind = _kind(self.shape, self.num_sharers)
         self.write_s = self.writes.value
         self.shared.classes.append(self)
 
@@ -163,7 +163,7 @@ class CostClass:
     def least_s(self, stage: Stage, degrees: Degrees) -> float:
         """What a task takes because of its reads; jobs that share a step share them (control/sharing.py)."""
         read_s = self.reads_s[degrees[0] - 1] if stage in (Stage.DENOISE, Stage.REFINE) else 0.0
-        return read_s / self.batch if stage is Stage.DENOISE and degrees == ALONE else read_s
+        return read_s / self.num_sharers if stage is Stage.DENOISE and degrees == ALONE else read_s
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -200,8 +200,8 @@ class CostModel:
         self.doubts: set[UncertainEstimate] = set()
         """Estimates that were extrapolated or guessed when they were returned."""
 
-    def class_of(self, job: AdmittedJob, *, batch: int = 1) -> CostClass:
-        name, shape = job.spec.model or "", _kind(job.shape, batch)
+    def class_of(self, job: AdmittedJob, *, num_sharers: int = 1) -> CostClass:
+        name, shape = job.spec.model or "", _kind(job.shape, num_sharers)
         if (name, shape) not in self.classes:
             found = self.classes[name, shape] = self.cost_class(
                 job.model_in(self._table.models),
@@ -209,7 +209,7 @@ class CostModel:
                 flops=job.flops,
                 state_bytes=job.state_bytes,
                 limits=job.limits,
-                batch=batch,
+                num_sharers=num_sharers,
             )
             found.num_refined = job.trajectory.num_refined
             found.reads_s = tuple([number * self.reads_s.get(name, 0.0) for number in job.num_reads])
@@ -229,17 +229,17 @@ class CostModel:
         flops: Mapping[Stage, float],
         state_bytes: int,
         limits: Limits | None = None,
-        batch: int = 1,
+        num_sharers: int = 1,
     ) -> CostClass:
         """The class of jobs of this model and shape, created if new."""
-        key, shared = (model, _kind(shape, batch)), self._models[model]
+        key, shared = (model, _kind(shape, num_sharers)), self._models[model]
         if key not in self.classes:
             if shape not in shared.writes:
                 profiled_s = self._table.write_s(model, shape, TaskWork(flops[Stage.DECODE], state_bytes))
                 if profiled_s:
                     shared.writes[shape].add(profiled_s)
             limits = limits or Limits()
-            self.classes[key] = CostClass(model, shape, flops, state_bytes, limits, batch, shared)
+            self.classes[key] = CostClass(model, shape, flops, state_bytes, limits, num_sharers, shared)
         return self.classes[key]
 
     def task_s(
@@ -370,7 +370,7 @@ class CostModel:
         if key in cost_class.measured or key in cost_class.first_uses or key in cost_class.warm:
             return 0.0
         learned = cost_class.shared.first_uses
-        return (default_s if learned is None else learned.value) / cost_class.batch
+        return (default_s if learned is None else learned.value) / cost_class.num_sharers
 
     def renew(self, classes: Iterable[CostClass]) -> None:
         """Let the views of these classes have the present estimates."""
@@ -454,7 +454,7 @@ class CostModel:
         measured.samples.append(duration_s)
         if profiled is not None and profiled.loaded_s > 0 and is_computing:
             # Only then a deviation is due to the machine, and not to shared reads or to degrees.
-            is_alike = cost_class.batch == 1 or profiled.provenance is Provenance.PROFILED
+            is_alike = cost_class.num_sharers == 1 or profiled.provenance is Provenance.PROFILED
             if is_alike and self._table.is_known(cost_class.model, cost_class.shape, *key):
                 _note(shared.drifts[stage], task, measured.value / profiled.loaded_s)
         if is_computing and (pace := _pace(cost_class, stage, degrees, measured.value)) is not None:
@@ -467,11 +467,11 @@ class CostModel:
         """Learn from a completed task that merged other patches first."""
         usual, shared = cost_class.measured.get((stage, degrees)), cost_class.shared
         if usual is None:
-            switch_s = self.switch_s(cost_class) / cost_class.batch
+            switch_s = self.switch_s(cost_class) / cost_class.num_sharers
             self.observe(cost_class, stage, degrees, max(0.0, duration_s - switch_s))
         else:
             shared.switches = shared.switches or Recent()
-            shared.switches.add(max(0.0, duration_s - usual.value) * cost_class.batch)
+            shared.switches.add(max(0.0, duration_s - usual.value) * cost_class.num_sharers)
 
     def observe_first_use(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float, *, prepared_s: float
@@ -499,7 +499,7 @@ class CostModel:
         if self._default_first_use_s:
             shared = cost_class.shared
             shared.first_uses = shared.first_uses or Recent()
-            shared.first_uses.add(max(0.0, extra_s) * cost_class.batch)
+            shared.first_uses.add(max(0.0, extra_s) * cost_class.num_sharers)
             self._rise(shared.classes)
             self.corrected.update(shared.classes)
 
@@ -644,8 +644,8 @@ def _pace(cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: flo
     return (duration_s - OVERHEAD_S) * speed_up(math.prod(degrees)) / flops
 
 
-def _kind(shape: str, batch: int) -> str:
-    return shape if batch == 1 else f"{shape}{IN_BATCHES}{batch}"
+def _kind(shape: str, num_sharers: int) -> str:
+    return shape if num_sharers == 1 else f"{shape}{IN_BATCHES}{num_sharers}"
 
 
 def _is_notable(seconds: float, before_s: float) -> bool:

@@ -206,7 +206,7 @@ class ProcessBackend:
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
                 wait_s=self._pool.patience.to_wait_s(dispatch),
                 expected_s=dispatch.predicted_s,
-                batch_end=None if dispatch.batch is None else dispatch.batch[-1],
+                last_sharer=None if dispatch.sharers is None else dispatch.sharers[-1],
                 is_approximate=task.stage is Stage.APPROXIMATE,
             )
             worker.tell(message, fds)

@@ -253,8 +253,7 @@ def profiled_times(
     estimates: dict[object, Estimate] = {}
 
     def cost_class(dispatch: Dispatch) -> CostClass:
-        batch = 1 if dispatch.batch is None else len(dispatch.batch)
-        return costs.class_of(by_id[dispatch.task.job_id], batch=batch)
+        return costs.class_of(by_id[dispatch.task.job_id], num_sharers=dispatch.num_sharers)
 
     def estimate(dispatch: Dispatch) -> Estimate:
         key = (cost_class(dispatch), dispatch.task.stage, dispatch.layout.degrees)

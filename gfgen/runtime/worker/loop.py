@@ -56,7 +56,7 @@ class Worker:
         self._shipments: queue.SimpleQueue[tuple[messages.SendState, Future[jobs.Shipment]]] = (
             queue.SimpleQueue()
         )
-        self._batch: list[RankTask] = []  # steps whose input is here, which wait for the rest
+        self._sharing: list[RankTask] = []  # steps whose input is here, which wait for the rest
         self._launched: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[tuple[RankTask]] = queue.SimpleQueue()
         self.last_number = 0
@@ -201,16 +201,16 @@ class Worker:
             f"dispatch {message.number} came after {self.last_number}: the global order is broken"
         )
         self.last_number = message.number
-        works = [] if message.batch_end is None else self._batch
+        works = [] if message.last_sharer is None else self._sharing
         if self._dispatches.enter(message.number):  # otherwise the control plane expects no report
             with self._answering(message.number):
                 works.append(self._fetched(message, fds))
-        if message.batch_end == message.number:
-            self._batch = []
+        if message.last_sharer == message.number:
+            self._sharing = []
             for work in [each for each in works if self._dispatches.is_void(each.number)]:
                 works.remove(work)  # it was given up meanwhile
                 self._dispatches.leave(work.number)
-        if works and message.batch_end in (None, message.number):
+        if works and message.last_sharer in (None, message.number):
             self._launch(works)
 
     def _fetched(self, message: messages.RunTask, fds: Sequence[int]) -> RankTask:
