@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import lzma
 import pickle
 import sys
 from pathlib import Path
@@ -146,6 +148,12 @@ def test_tables_of_excel_are_read_as_it_writes_them(tmp_path, encoding, name, de
     assert [(each.prompt, each.seed, each.negative_prompt) for each in parsed.specs] == [
         (*rows[1][:1], 7, "grün")
     ]
+
+
+@pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.csv", lzma.compress)])
+def test_compressed_files_are_refused_as_such(tmp_path, name, pack):
+    (problem,) = read(tmp_path, name, pack(b'{"prompt": "a fox"}\n')).problems
+    assert "the file is compressed" in str(problem)
 
 
 def test_utf16_that_is_cut_off_is_a_problem(tmp_path):

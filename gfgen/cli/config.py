@@ -65,6 +65,8 @@ def read_files() -> Sequence[ConfigFile]:
     for path in config_paths():
         if not path.exists() and not path.is_symlink():
             continue
+        if path.is_fifo():
+            raise InputError(f"{path}: a named pipe, which might never end; write a file")
         import tomllib
 
         try:

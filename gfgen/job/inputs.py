@@ -25,6 +25,8 @@ from gfgen.job.weighted import AUTO, PLAIN
 MAX_FILE_BYTES = 2**28  # of a file that is read into memory, and of a line of JSON Lines
 HEAD_BYTES = 2**16  # of a file, from which its kind is known
 UTF8_MARK = b"\xef\xbb\xbf"
+ARCHIVE_MARKS = (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ")
+"""Of gzip; of zip and with it .xlsx and .ods; of zstd and xz."""
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
@@ -131,6 +133,8 @@ def _first_line(text: str) -> str:
 def _entries(content: bytes, text: str, read: Callable[[str], Iterator[Entry]]) -> Iterator[Entry]:
     if content.startswith(UTF16_MARKS) and not text:
         raise ReadingEnded(1, "the file is not whole UTF-16; save it again, as UTF-8")
+    if content.startswith(ARCHIVE_MARKS):
+        raise ReadingEnded(1, "the file is compressed, or a workbook; unpack it, or save it as CSV")
     if len(content) > MAX_FILE_BYTES:
         raise ReadingEnded(1, f"the file has more than {MAX_FILE_BYTES:,} bytes; split it")
     yield from read(text)

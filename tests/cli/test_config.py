@@ -124,6 +124,14 @@ def test_a_faulty_file_says_what_is_wrong_before_anything_starts(capsys, folder,
         assert message in err
 
 
+def test_a_pipe_is_not_waited_for(capsys, folder, runs):
+    os.mkfifo(folder / "gfgen.toml")
+    assert gfgen(capsys, "run", "jobs.jsonl")[::2] == (
+        2,
+        "gfgen: gfgen.toml: a named pipe, which might never end; write a file\n",
+    )
+
+
 def test_a_link_to_nowhere_is_no_missing_file(capsys, folder, runs):
     (folder / "gfgen.toml").symlink_to("unmounted/gfgen.toml")
     assert gfgen(capsys, "run", "jobs.jsonl")[::2] == (
