@@ -13,7 +13,7 @@ from gfgen.bench.scripted import MeasuredRun, Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.core.metrics import percentile
-from gfgen.system.wording import in_words
+from gfgen.system.wording import in_words, table_head, table_row
 
 SAME_GOAL_S, SAME_P99_GOAL_S = 0.1e-3, 0.3e-3
 CHANGED_GOAL_S = 1e-3
@@ -177,7 +177,7 @@ def table_of(rows: Sequence[ElasticityRow], *, device: str, command: str, model:
         "first time that these ranks work together in this order. The bare loop calls the same adapters in "
         "the same processes, without a control plane.\n"
     )
-    yield "| | goal | found | samples | met |\n|---|---|---|---|---|"
+    yield table_head("", "goal", "found", "samples", "met")
     for row in rows:
         met = "" if row.is_met is None else "yes" if row.is_met else "**no**"
-        yield f"| {row.name} | {row.goal} | {row.found} | {row.num_samples} | {met} |"
+        yield table_row(row.name, row.goal, row.found, row.num_samples, met)

@@ -53,6 +53,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_store import shipped_profiles
 from gfgen.session.admission import find_weightless
 from gfgen.system.machine import cpu_name, versions
+from gfgen.system.wording import table_head, table_row
 
 Record = dict[str, Any]
 
@@ -334,12 +335,12 @@ def table(asked: argparse.Namespace) -> None:
     for caption, rows in tables.items():
         print(f"{caption}. Seconds, medians; last two columns: each run.\n")
         heads = ("", "runs", *MEDIANS.values(), "each makespan", "deadlines met")
-        print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+        print(table_head(*heads))
         for row, alike in rows.items():
             each_s = " ".join(f"{each['makespan_s']:.1f}" for each in alike)
             met = " ".join(str(each["num_met"]) for each in alike) + f" of {alike[0]['num_deadlines']}"
-            cells = (row, str(len(alike)), *(_median(alike, key) for key in MEDIANS), each_s, met)
-            print(f"| {' | '.join(cells)} |")
+            cells = (row, len(alike), *(_median(alike, key) for key in MEDIANS), each_s, met)
+            print(table_row(*cells))
         whole = [each for alike in rows.values() for each in alike]
         for key in ("at", "commit", "versions"):
             found = {each[key][: 10 if key == "at" else None] for each in whole}

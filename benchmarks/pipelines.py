@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import WorkerError, in_one_line
+from gfgen.system.wording import table_head, table_row
 
 REGISTRY = Path(__file__).parents[1] / "gfgen/models/families/pipelines.json"
 DOCS = Path(__file__).parents[1] / "docs/pipelines.md"
@@ -210,13 +211,11 @@ def table(results: list[Result]) -> str:
         f"Of {len(results)} pipelines {len(bitwise)} give the bits of their own call in steps, "
         f"{len(whole)} run as one task, and {len(rest)} could not be tried at small size.",
         "",
-        "| pipeline | steps | files that the call was given |",
-        "|---|---|---|",
-        *(f"| {_short(x)} | {x.num_steps} | {_files(x)} |" for x in bitwise),
+        table_head("pipeline", "steps", "files that the call was given"),
+        *(table_row(_short(x), x.num_steps, _files(x)) for x in bitwise),
         "",
-        "| not in steps | why |",
-        "|---|---|",
-        *(f"| {_short(x)} | {_reason(x)} |" for x in [*whole, *rest]),
+        table_head("not in steps", "why"),
+        *(table_row(_short(x), _reason(x)) for x in [*whole, *rest]),
     ]
     return "\n".join(lines)
 
