@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -78,6 +79,22 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expec
     monkeypatch.setattr(machine, "resource", fake)
     assert front.within_descriptors(ServerLimits()).connections == expected
     assert limits == [(7, (hard, hard))]
+
+
+def test_too_many_open_files_are_one_line_each_time(caplog):
+    async def refuse() -> None:
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        message = "socket.accept() out of system resource\nsocket: <fd=6>"
+        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    logging.getLogger("asyncio").addFilter(front._without_traceback)
+    try:
+        asyncio.run(refuse())
+    finally:
+        logging.getLogger("asyncio").removeFilter(front._without_traceback)
+    (record,) = caplog.records
+    assert record.getMessage() == "socket.accept() out of system resource: Too many open files"
+    assert record.exc_info is None
 
 
 @pytest.fixture

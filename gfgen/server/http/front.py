@@ -189,6 +189,16 @@ def _configure_log(settings: FrontSettings) -> None:
         other = logging.getLogger(name)
         other.handlers, other.propagate = list(logging.getLogger("gfgen").handlers), False
         other.setLevel(logging.ERROR)
+    logging.getLogger("asyncio").addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Failures of calls to the system, such as too many open files each second, in one line."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, OSError):
+        record.msg = f"{record.getMessage().partition(chr(10))[0]}: {error.strerror}"
+        record.args, record.exc_info = (), None
+    return True
 
 
 def within_descriptors(limits: ServerLimits) -> ServerLimits:
