@@ -97,7 +97,11 @@ def _most(help_: str, name: str, default: int | None) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     port: int = opt.option("Port to listen on.", type=click.IntRange(1, 65535), default=3000)
-    host: str = opt.option("Address to listen on.", default="127.0.0.1")
+    host: str = opt.option(
+        "Address to listen on.",
+        type=_pattern("text", r"[^:/\s]+|[^/\s]*:[^/\s]*:[^/\s]*", accepted="an address without --port"),
+        default="127.0.0.1",
+    )
     api_key: str | None = opt.option(
         f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}. "
         "With --key-file, the key that sees all jobs and may change the policy.",

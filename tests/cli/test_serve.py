@@ -245,6 +245,7 @@ def test_names_and_addresses_for_clients_are_options(monkeypatch, capsys):
         ("--root-path", "films"),
         ("--public-url", "a.example"),
         ("--allow-origin", "https://a.example/path"),
+        ("--host", "localhost:3000"),
     ):
         message, code = refused(capsys, option, value)
         assert (code, option in message) == (2, True)
