@@ -108,6 +108,10 @@ def _packages(missing: list[str]) -> Iterator[str]:
     }
     for purpose, names in purposes.items():
         missing += [f"{name}, for {purpose} ({_INSTALL})" for name in names if not version_of(name)]
+    specs = [each for name in ("torch", "diffusers", "transformers") if (each := find_spec(name))]
+    if bare := [os.path.dirname(x.origin or "") for x in specs if not os.path.exists(x.cached or "")]:
+        call = f"python -m compileall -q -j 0 {' '.join(bare)}"  # uv leaves them so, and runs may not write
+        missing.append(f"bytecode, without which each start takes seconds longer ('{call}' makes it)")
     try:
         native.library()
         yield "native CPU collectives: ready"

@@ -253,6 +253,15 @@ def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
     assert "nothing is missing" not in out
 
 
+def test_doctor_tells_of_packages_without_bytecode(capsys, monkeypatch, tmp_path):
+    """find_spec says where it would be."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    _, out, _ = gfgen(capsys, "doctor")
+    (line,) = [line for line in out.splitlines() if "bytecode" in line]
+    assert "('python -m compileall -q -j 0 /" in line
+    assert line.endswith("transformers' makes it)")
+
+
 def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     assert f"models: {tmp_path / 'home' / 'hub'} (does not exist yet)" in gfgen(capsys, "doctor")[1]
