@@ -35,6 +35,7 @@ class SignalPipe:
 
     def __init__(self) -> None:
         self._interrupted: str | None = None
+        self._raised: InterruptedRunError | None = None
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
@@ -61,13 +62,18 @@ class SignalPipe:
 
     @contextlib.contextmanager
     def interrupting(self, doing: str) -> Iterator[None]:
-        """Inside, a signal raises; for calls that wait for something else. Raises: InterruptedRunError."""
-        self._interrupted = doing
+        """Inside, a signal raises; for calls that wait for something else. Raises: InterruptedRunError.
+
+        It raises at the end once more if what it has interrupted caught that, as loggers and others' code do.
+        """
+        self._interrupted, self._raised = doing, None
         try:
             with contextlib.suppress(BlockingIOError):
                 for number in self.take():
                     self._came(number)
             yield
+            if self._raised is not None:
+                raise self._raised
         finally:
             self._interrupted = None
 
@@ -75,7 +81,8 @@ class SignalPipe:
         doing, self._interrupted = self._interrupted, None
         if doing is not None:
             self._first_s = time.monotonic()
-            raise InterruptedRunError(f"stopped while {doing}", signal_number=number)
+            self._raised = InterruptedRunError(f"stopped while {doing}", signal_number=number)
+            raise self._raised
 
     def close(self) -> None:
         for number, handler in self._previous.items():

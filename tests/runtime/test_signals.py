@@ -109,6 +109,18 @@ def test_a_signal_interrupts_what_waits_for_something_else(comes_first: bool) ->
     assert signal.getsignal(signal.SIGXCPU) is signal.SIG_IGN
 
 
+def test_a_signal_counts_although_what_it_interrupts_catches_it() -> None:
+    """As a logger does that is just writing, and a function of --keep-if may."""
+    with (
+        contextlib.closing(SignalPipe()) as pipe,
+        pytest.raises(InterruptedRunError, match="stopped while results were judged") as stop,
+        pipe.interrupting("results were judged"),
+        contextlib.suppress(Exception),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.signal_number == signal.SIGINT
+
+
 def test_a_signal_that_came_after_it_is_only_told() -> None:
     with contextlib.closing(SignalPipe()) as pipe:
         with pipe.interrupting("models were loading"):
