@@ -13,7 +13,7 @@ from shapes_prompts import PRINTED, Frames
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.texts import keep_text_results
 from training.measures import judge, look
-from training.parts import load
+from training.parts import STEPS, load
 from training.prompts import SHAPE_WORDS
 from training.sampling import Recipe, sample_videos
 from training.scenes import COLOURS, SHAPES, STILL
@@ -28,6 +28,8 @@ QUOTED = re.compile(r"""(?<=["'`])[A-Za-z][A-Za-z ,.\n]{8,150}(?=["'`])""")
 FIELD = re.compile(r"""\bprompt["']?[:=] ?["']([^"']+)["']""")
 FRAMES = 17
 """Of what moves, as a job gets that says nothing."""
+VIDEO_STEPS = 3
+"""Half of what such a job gets: enough for what is judged here, and a step of all videos takes long."""
 SEEDS = (1, 2)
 """Of a prompt without a background; the others have the first."""
 
@@ -71,7 +73,7 @@ def drawn() -> dict[str, list[Frames]]:
     parts = load(resolve_checkpoint("shapes"))
     keep_text_results(parts.transformer)
     found: dict[str, list[Frames]] = {}
-    for frames in (1, FRAMES):
+    for frames, steps in ((1, STEPS), (FRAMES, VIDEO_STEPS)):
         asked = [
             (prompt, seed)
             for prompt, scene in PRINTED.items()
@@ -79,7 +81,7 @@ def drawn() -> dict[str, list[Frames]]:
             if (frames > 1) == any(thing.motion != STILL for thing in scene.things)
         ]
         prompts, seeds = zip(*asked, strict=True)
-        videos = sample_videos(parts, prompts, Recipe(frames=frames), seeds=seeds).numpy()
+        videos = sample_videos(parts, prompts, Recipe(frames=frames, steps=steps), seeds=seeds).numpy()
         for prompt, video in zip(prompts, videos, strict=True):
             found.setdefault(prompt, []).append(video)
     return found
