@@ -45,7 +45,7 @@ CASES = {
 
 @dataclass
 class SharedJob:
-    """A prepared job; `denoise` runs all of its steps, on one rank or as one rank of several."""
+    """A prepared job; `denoise` runs its steps, or the first ones, on one rank or as one rank of several."""
 
     adapter: Any
     spec: JobSpec
@@ -53,10 +53,10 @@ class SharedJob:
     condition: Fields
     latents: Fields
 
-    def denoise(self, parallel: Parallel | None = None) -> Fields:
+    def denoise(self, parallel: Parallel | None = None, *, steps: int = STEPS) -> Fields:
         torch.set_num_threads(1)  # counts for the calling thread, and rounding depends on it
         latents = self.latents
-        for step in range(STEPS):
+        for step in range(steps):
             latents = self.step(latents, step, parallel)
         return latents
 

@@ -26,6 +26,8 @@ torch.set_num_threads(1)
 
 MakeJob = Callable[..., SharedJob]
 
+TWO = 2
+"""Steps where one model computes all: the second has what the solver carries."""
 DEGREES = [
     *[(1, ulysses, 1) for ulysses in range(1, 9)],
     *[(2, ulysses, 1) for ulysses in range(1, 5)],
@@ -33,9 +35,11 @@ DEGREES = [
     *[(1, 1, 1, 2), (1, 1, 1, 3), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 3), (1, 2, 2, 2), (2, 1, 2, 2)],
 ]
 """cfg, ulysses, ring, torus"""
-WITH_ALL = ("5b-image", "qwen", "shapes-image")
-"""One case of each family; the others have a few degrees of each kind."""
+WITH_ALL = ("5b-image", "qwen")
+"""One case of each class of transformers; the others have a few degrees of each kind."""
 SOME = [(1, 1, 1), (1, 4, 1), (1, 7, 1), (2, 3, 1), (1, 1, 3), (1, 3, 2), (1, 2, 2, 2), (2, 1, 2, 2)]
+OF_SHAPES = [(1, 7, 1), (2, 3, 1), (1, 1, 3), (2, 1, 2, 2)]
+"""Its adapter and class are those of 5b-image. Each rank has the keys of 512 words, so it takes longest."""
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +58,15 @@ def make_job(tiny_models: Mapping[str, Path], picture: Path) -> MakeJob:
 
 
 @pytest.fixture(scope="module")
-def alone(make_job: MakeJob) -> Callable[[str], Fields]:
-    """The final latents on one rank, by case."""
-    return functools.cache(lambda name: make_job(name).denoise())
+def alone(make_job: MakeJob) -> Callable[..., Fields]:
+    """The latents on one rank after steps, by case; the final ones without a number."""
+    return functools.cache(lambda name, steps=STEPS: make_job(name).denoise(steps=steps))
+
+
+def degrees_of(name: str) -> list[tuple[int, ...]]:
+    if name in WITH_ALL:
+        return DEGREES
+    return OF_SHAPES if name == "shapes-image" else SOME
 
 
 def on_threads(layout: Layout, program: Callable[[Parallel], Any]) -> list[Any]:
@@ -69,17 +79,18 @@ def layout_of(*degrees: int) -> Layout:
 
 @pytest.mark.parametrize(
     ("name", "degrees"),
-    [(name, degrees) for name in CASES for degrees in (DEGREES if name in WITH_ALL else SOME)],
+    [(name, degrees) for name in CASES for degrees in degrees_of(name)],
     ids=str,
 )
 def test_any_degree_gives_the_result_of_one_rank(
-    name: str, degrees: Degrees, make_job: MakeJob, alone: Callable[[str], Fields]
+    name: str, degrees: Degrees, make_job: MakeJob, alone: Callable[..., Fields]
 ) -> None:
-    results = on_threads(layout_of(*degrees), make_job(name).denoise)
+    steps = TWO if name in WITH_ALL else STEPS  # other cases have two experts
+    results = on_threads(layout_of(*degrees), functools.partial(make_job(name).denoise, steps=steps))
     assert all(equal(result, results[0]) for result in results)
-    assert distance(results[0], alone(name)) < TOLERANCE
+    assert distance(results[0], alone(name, steps)) < TOLERANCE
     if max(degrees[1:]) == 1:  # whole branches: nothing is reordered
-        assert equal(results[0], alone(name))
+        assert equal(results[0], alone(name, steps))
 
 
 @pytest.mark.parametrize(("name", "scale"), [("5b-text", "guidance_scale"), ("qwen", "true_cfg_scale")])
@@ -134,7 +145,8 @@ def make_steps(models: Mapping[str, Path], picture: Path) -> Callable[..., Field
     jobs = {name: prepare_job(models, picture, {}, name) for name in ("5b-image", "qwen")}
 
     def steps(parallel: Parallel, name: str, latents: Fields | None, step: int) -> Fields:
-        return jobs[name].denoise(parallel) if latents is None else jobs[name].step(latents, step, parallel)
+        job = jobs[name]
+        return job.denoise(parallel, steps=TWO) if latents is None else job.step(latents, step, parallel)
 
     return steps
 
@@ -151,10 +163,9 @@ def forked(tiny_models: Mapping[str, Path], picture: Path) -> Iterator[ForkedRan
 def test_all_ranks_draw_the_noise_of_one(name: str, scheduler: str, make_job: MakeJob) -> None:
     job = make_job(name, scheduler={"class": scheduler})
     alone = job.denoise()
-    for layout in (layout_of(1, 2), layout_of(2, 1), layout_of(1, 1, 2)):
-        first, *others = on_threads(layout, job.denoise)
-        assert all(equal(first, other) for other in others)
-        assert distance(first, alone) < TOLERANCE
+    first, *others = on_threads(layout_of(2, 2), job.denoise)
+    assert all(equal(first, other) for other in others)
+    assert distance(first, alone) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["5b-image", "qwen"])
@@ -175,7 +186,7 @@ def test_equal_layout_shapes_give_equal_bits_on_any_processes_in_any_order(
         (1, 2, 1, 2): [(2, 0, 3, 1)],
     }
     for degrees, rank_sets in shapes.items():
-        wanted = on_threads(layout_of(*degrees), make_job(name).denoise)[0]
+        wanted = on_threads(layout_of(*degrees), functools.partial(make_job(name).denoise, steps=TWO))[0]
         for ranks in rank_sets:
             layout = Layout(ranks, *degrees)
             results = forked.run(layout, name, None, 0)
