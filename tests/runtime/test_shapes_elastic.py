@@ -14,6 +14,8 @@ from gfgen.job.spec import JobSpec
 ONE = [(0,)]
 WANDER = [(2, 3), (0,), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0), (3, 2, 1, 0), (1,)]
 """A degree for each step, never the same twice running; the first is also that of the decode."""
+STEPS = 4
+"""They have every degree."""
 NAMES = ("above", "two", "from-circle")
 
 
@@ -23,7 +25,7 @@ def job_of(name, folder):
         image = str(folder / f"{name}.png")
         Image.fromarray(asked.drawn(frames=1)[0]).save(image)
     shape = {"width": asked.width, "height": asked.height, "frames": asked.frames}
-    return JobSpec(id=name, prompt=asked.prompt, model="shapes", seed=7, image=image, **shape)
+    return JobSpec(id=name, prompt=asked.prompt, model="shapes", seed=7, steps=STEPS, image=image, **shape)
 
 
 @pytest.fixture(scope="module")
