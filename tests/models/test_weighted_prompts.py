@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in kinds}
 
 
+@functools.cache
+def two_adapters(checkpoint: Path) -> list[Any]:
+    return [load_adapter(checkpoint) for _ in range(2)]
+
+
 def run(checkpoint: Path, spec: JobSpec) -> np.ndarray:
-    """Frames of a job whose tasks alternate between two adapters."""
-    adapters = [load_adapter(checkpoint) for _ in range(2)]
+    """Frames of a job whose tasks alternate between two adapters, which have had other jobs before."""
+    adapters = two_adapters(checkpoint)
     spec = adapters[0].geometry.resolve(spec)
     prompt = moved(adapters[0].encode(spec))
     condition, latents = map(moved, adapters[1].prepare(spec, prompt))
