@@ -83,13 +83,14 @@ class Case:
                     tensors = {published(key): x for key, x in tensors.items()}
                 file = self.files[name] = write_gguf(folder / f"{noise}.gguf", tensors)
                 self.checkpoint = single_file.assemble(file, self.checkpoint, folder / "links")
-        self.loras = [self.lora(folder / f"{seed}.safetensors", seed) for seed in range(3)]
+        layers = dict(self.theirs(self.base).transformer.named_modules())
+        self.loras = [self.lora(folder / f"{seed}.safetensors", seed, layers) for seed in range(3)]
 
-    def lora(self, path: Path, seed: int) -> Path:
+    def lora(self, path: Path, seed: int, layers: Mapping[str, nn.Module]) -> Path:
         """Of all linear layers of the blocks."""
         torch.manual_seed(seed)
         tensors: dict[str, Tensor] = {}
-        for name, layer in self.theirs(self.base).transformer.named_modules():
+        for name, layer in layers.items():
             if isinstance(layer, nn.Linear) and "blocks." in name:
                 tensors[f"transformer.{name}.lora_A.weight"] = 0.3 * torch.randn(4 + seed, layer.in_features)
                 tensors[f"transformer.{name}.lora_B.weight"] = 0.3 * torch.randn(layer.out_features, 4 + seed)
@@ -202,7 +203,7 @@ def test_jobs_in_any_order_get_the_bits_that_each_gets_alone(case: Case) -> None
     jobs = [case.job((0, 0.8)), case.job((1, 0.5), (0, -0.4)), case.job()]
     adapter = load_adapter(case.checkpoint)
     alone = [latents_of(load_adapter(case.checkpoint), job) for job in jobs]
-    for order in itertools.permutations(range(3)):
+    for order in ((0, 1, 2), (2, 1, 0)):  # in turns, each job follows each other one
         states = {idx: started(adapter, jobs[idx]) for idx in order}
         for step in range(3):
             for idx, state in states.items():
