@@ -197,8 +197,13 @@ def traced(
     return str(graph.code), tuple(x.data_ptr() for x in reads if isinstance(x, torch.nn.Parameter))
 
 
-@pytest.mark.parametrize(("degrees", "slots"), [((4, 1), (2, 3)), ((1, 2), (0, 1))])
-@pytest.mark.parametrize("model", ["wan", "qwen", "fused_wan", "fused_wan, image to video"])
+@pytest.mark.parametrize(
+    ("model", "degrees", "slots"),
+    [
+        *[(model, (4, 1), (2, 3)) for model in ("wan", "qwen", "fused_wan", "fused_wan, image to video")],
+        *[(model, (1, 2), (0, 1)) for model in ("wan", "qwen", "fused_wan")],
+    ],
+)
 def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     model: str, degrees: tuple[int, int], slots: tuple[int, int], request: pytest.FixtureRequest
 ) -> None:
@@ -211,7 +216,7 @@ def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
     with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
     assert len(with_slot) == 1
-    if model == "fused_wan":  # else this would prove nothing; each trace takes a second
+    if model == "fused_wan" and degrees[1] == 1:  # else this would prove nothing; each takes a second
         without = {traced(transformer, inputs, each, is_placed=False) for each in places}
         assert len(without) == 2
 
