@@ -135,7 +135,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
 
 
 def test_a_stopped_run_goes_on_and_leaves_a_pipeline_that_gfgen_loads(tmp_path: Path) -> None:
-    command = [str(tmp_path), "--miniature", "--device", "cpu", "--processes", "0", "--evaluate", "2"]
+    command = [str(tmp_path), "--miniature", "--device", "cpu", "--processes", "0", "--evaluate", "1"]
     train.main([*command, "--vae-seconds", "0", "--text-seconds", "0", "--max-steps", "2"])
     assert _notes(tmp_path) == (2, False)
     train.main([*command, "--max-steps", "1", "--finish"])
