@@ -33,7 +33,7 @@ class Case:
     call: Mapping[str, Any] = field(default_factory=dict)
 
 
-VIDEO = {"width": 96, "height": 64, "frames": 9, "steps": 4}
+VIDEO = {"width": 96, "height": 64, "frames": 5, "steps": 4}
 CASES = {
     "5b-text": Case("tiny-wan", WanPipeline, {**VIDEO, "negative_prompt": "dark"}),
     "5b-text-without-cfg": Case("tiny-wan", WanPipeline, {**VIDEO, "guidance_scale": 1.0, "steps": 3}),
