@@ -29,8 +29,8 @@ from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.plans import PLANS
 
-DEGREES = ("2", "3", "5", "8", "1x2", "2x2", "3x2")
-"""Even and uneven parts of 24 heads, rings of one and of several ranks, and most ranks."""
+DEGREES = ("5", "8", "1x2", "2x2")
+"""Uneven and even parts of 24 heads, most ranks, rings of one and of several ranks. Another test has 3."""
 TOLERANCE = 1e-5
 """Of the largest magnitude: sums are in another order."""
 
@@ -62,11 +62,12 @@ def test_ranks_agree_with_each_other_bitwise_and_with_one_rank(ranks: Ranks, cas
 
 
 def test_other_ranks_of_the_same_degree_give_the_same_bits(ranks: Ranks, case: Any) -> None:
-    model, inputs, _ = case
+    model, inputs, wanted = case
     one, other = (
         shared_forward(ranks, Layout(slots, ulysses=3), model, inputs)[0] for slots in ((0, 1, 2), (7, 2, 5))
     )
     assert all(map(torch.equal, one, other))
+    assert difference(one, wanted) < TOLERANCE
 
 
 def test_every_class_with_a_plan_is_tested() -> None:
