@@ -19,7 +19,8 @@ from gfgen.models.parallel.sequence_parallel import active
 torch.set_num_threads(1)
 
 ROUNDING = 2e-6
-NAMES = ("cogvideox-rotary", "hunyuan", "ltx", "sd3", "wan", "z-image")
+ALONE = ("cogvideox-rotary", "ltx", "sd3", "wan", "z-image")
+"""And HunyuanVideo, with texts of many lengths."""
 
 
 class StubCompiler:
@@ -50,7 +51,7 @@ def forward(model: Any, inputs: Any) -> list[torch.Tensor]:
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALONE)
 def test_compiled_blocks_give_what_they_gave_and_are_compiled_once(name: str) -> None:
     model, inputs = make(name)
     wanted = forward(model, inputs)
@@ -65,7 +66,7 @@ def test_compiled_blocks_give_what_they_gave_and_are_compiled_once(name: str) ->
     assert 0 < num_compiled == stub.num_compiled
 
 
-@pytest.mark.parametrize("name", ["hunyuan", "ltx", "wan", "z-image"])
+@pytest.mark.parametrize("name", ["hunyuan", "wan", "z-image"])
 def test_ranks_share_compiled_blocks(name: str) -> None:
     model, inputs = make(name)
     wanted = forward(model, inputs)
