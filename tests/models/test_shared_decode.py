@@ -61,6 +61,11 @@ def decode(parallel: Parallel | None, name: str, num_rows: int) -> Fields:
     return Fields({"pixels": pixels}, {"first_row": first_row})
 
 
+@functools.cache
+def whole_of(name: str, num_rows: int) -> torch.Tensor:
+    return decode(None, name, num_rows).tensors["pixels"]
+
+
 def make_decode() -> Callable[..., Fields]:
     """In the process that the ranks are forked from: with all VAEs."""
     for name in (*VAES, *FAST):
@@ -81,7 +86,7 @@ def ranks() -> Iterator[ForkedRanks]:
 def test_bands_are_the_rows_of_one_ranks_decode(
     name: str, num_rows: int, degree: int, ranks: ForkedRanks
 ) -> None:
-    whole = decode(None, name, num_rows).tensors["pixels"]
+    whole = whole_of(name, num_rows)
     pixels_per_row = whole.shape[3] // num_rows
     bands = ranks.run(Layout.bands(tuple(range(degree))), name, num_rows)
     firsts = [shard_bounds(num_rows, degree, slot)[0] * pixels_per_row for slot in range(degree)]
