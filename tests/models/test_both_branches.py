@@ -49,6 +49,12 @@ def in_turn(make_job: MakeJob) -> Mapping[str, Fields]:
     return found
 
 
+@pytest.fixture(scope="module")
+def in_batch(make_job: MakeJob, in_turn: Mapping[str, Fields]) -> Callable[[str], Fields]:
+    """By case, the final latents on one rank, in a test that is always in batch."""
+    return functools.cache(lambda name: make_job(name).denoise())
+
+
 @pytest.fixture
 def always_in_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guidance, "is_batch_faster", lambda *_, **__: True)
@@ -97,11 +103,15 @@ def test_blocks_that_are_not_fused_get_a_text_in_each_forward(
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 5, 1), (1, 1, 3), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_share_one_forward(
-    name: str, degrees: tuple[int, int, int], make_job: MakeJob, in_turn: Mapping[str, Fields]
+    name: str,
+    degrees: tuple[int, int, int],
+    make_job: MakeJob,
+    in_turn: Mapping[str, Fields],
+    in_batch: Callable[[str], Fields],
 ) -> None:
     """As one rank alone in the same batch, which the test above compares with branches in turn."""
     job = make_job(name)
-    wanted, separate = job.denoise(), in_turn[name]
+    wanted, separate = in_batch(name), in_turn[name]
     cfg, ulysses, ring = degrees
     layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
     results = FakeCluster().run(layout, lambda group: job.denoise(parallel_from(group)))
