@@ -181,7 +181,7 @@ def test_predictions_count_the_steps_of_both_passes() -> None:
 def test_steps_of_a_second_pass_take_as_long_as_their_reads_which_jobs_do_not_share() -> None:
     job, costs = admitted(**LARGE), CostModel()
     costs.reads_s = {"m": 1000.0}
-    alone, shared = costs.class_of(job), costs.class_of(job, batch=2)
+    alone, shared = costs.class_of(job), costs.class_of(job, num_sharers=2)
     whole_s, _ = alone.reads_s
     assert whole_s >= 1000.0
     for stage, seconds in ((Stage.DENOISE, whole_s / 2), (Stage.REFINE, whole_s)):
