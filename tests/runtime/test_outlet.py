@@ -115,7 +115,8 @@ def test_bars_are_not_drawn_for_a_terminal_that_is_not_read(monkeypatch):
     assert waiting > 1
     for _ in range(100):
         board.draw([Line("batch", 1, 2, "1/2 jobs")])
-    assert len(stream.buffer._waiting) == waiting
+    assert 1 < len(stream.buffer._waiting) <= waiting  # the kernel may take some later
+    assert not any(b"1/2 jobs" in bytes(each) for each in stream.buffer._waiting)
     os.close(reader)
 
 
