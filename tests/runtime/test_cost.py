@@ -423,10 +423,8 @@ def test_a_shape_that_the_profile_lacks_takes_the_drift_of_those_that_it_has():
         ProfileRow("model", "small", Stage.DENOISE, degrees, 1.0, flops=1e9) for degrees in (ONE, (1, 2, 1))
     )
     costs = CostModel(Profile("a machine", "2026-11-28", "a test", num_ranks=2, rows=rows))
-    small, shared = (
-        cost_class(costs),
-        costs.cost_class("model", "large", flops=dict.fromkeys(Stage, 4e9), state_bytes=1, num_sharers=2),
-    )
+    small, large = cost_class(costs), {"flops": dict.fromkeys(Stage, 4e9), "state_bytes": 1_000_000}
+    shared = costs.cost_class("model", "large", **large, num_sharers=2)
     costs.observe(shared, Stage.DENOISE, ONE, 40.0)
     costs.observe(small, Stage.DENOISE, (1, 4, 1), 40.0)
     assert costs.estimate(small, Stage.DENOISE, ONE).seconds == 1.0
