@@ -130,6 +130,7 @@ def test_what_the_machine_lacks_is_found_before_the_run(monkeypatch):
 @pytest.mark.parametrize(
     ("encoders", "fields", "message"),
     [
+        ("libopenh264", {}, "format = mp4: this ffmpeg has no encoder libx264"),
         ("libx264", {"output": "a.webm"}, "format = webm: this ffmpeg has no encoder libvpx-vp9"),
         ("libvpx-vp9", {"format": "webm"}, "format = webm: this ffmpeg has no encoder libopus"),
         ("libvpx-vp9 libopus", {"output": "a.webm", "format": "av1"}, "has no encoder libsvtav1"),
@@ -146,6 +147,17 @@ def test_a_missing_encoder_is_one_line_before_the_run(tmp_path, monkeypatch, enc
     try:
         with pytest.raises(JobError, match=message):
             name("video", **fields)
+    finally:
+        lack_of.cache_clear()
+
+
+def test_an_ffmpeg_that_does_not_run_is_one_line_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "none"))
+    lack_of.cache_clear()
+    try:
+        with pytest.raises(JobError, match=r"format = mp4: ffmpeg does not run: .*No such file"):
+            name("video")
+        assert name("image") == "fox.png"
     finally:
         lack_of.cache_clear()
 

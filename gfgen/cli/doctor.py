@@ -25,7 +25,7 @@ from gfgen.gfc.cuda.compiler import find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, lack_of
 from gfgen.models.ahead.pool import Compiling, Uses, all_calls, compiler_dirs, needed
 from gfgen.models.families.registry import HUB_IDS, find_configs
 from gfgen.runtime.core.admission import admit
@@ -108,6 +108,8 @@ def _packages(missing: list[str]) -> Iterator[str]:
     }
     for purpose, names in purposes.items():
         missing += [f"{name}, for {purpose} ({_INSTALL})" for name in names if not version_of(name)]
+    if (lack := lack_of("mp4")) and version_of("imageio-ffmpeg"):
+        missing.append(f"MP4 for videos ({lack})")
     specs = [each for name in ("torch", "diffusers", "transformers") if (each := find_spec(name))]
     if bare := [os.path.dirname(x.origin or "") for x in specs if not os.path.exists(x.cached or "")]:
         call = f"python -m compileall -q -j 0 {' '.join(bare)}"  # uv leaves them so, and runs may not write

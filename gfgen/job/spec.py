@@ -40,7 +40,7 @@ FORMAT_NAMES = list(dict.fromkeys([*FORMATS["image"], *FORMATS["video"]]))
 ENDINGS = tuple(
     dict.fromkeys(end for formats in FORMATS.values() for ends in formats.values() for end in ends)
 )
-ENCODERS = {"h265": "libx265", "av1": "libsvtav1", "webm": "libvpx-vp9 libopus"}
+ENCODERS = {"mp4": "libx264", "h265": "libx265", "av1": "libsvtav1", "webm": "libvpx-vp9 libopus"}
 ENCODERS |= {"prores": "prores_ks", "png16": "png"}
 WITHOUT_QUALITY = ("png", "png16", "gif", "prores")
 
@@ -332,8 +332,10 @@ def lack_of(name: str) -> str | None:
             found = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20
             )
-        except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):
+        except (ImportError, RuntimeError):
             return "there is no ffmpeg; pip install imageio-ffmpeg"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"ffmpeg does not run: {error}"
         missing = [each for each in ENCODERS[name].split() if f" {each} ".encode() not in found.stdout]
         return f"this ffmpeg has no encoder {missing[0]}" if missing else None
     return None

@@ -85,7 +85,8 @@ def test_a_death_in_a_group_stops_that_group_and_no_other(mortal_pool, tmp_path)
 
 
 @pytest.mark.parametrize("order", ["stop", "loop"])
-def test_a_worker_that_hangs_is_killed_and_replaced(mortal_pool, tmp_path, order):
+def test_a_worker_that_hangs_is_killed_and_replaced(mortal_pool, tmp_path, order, caplog):
+    caplog.set_level("INFO")
     spec = job(f"hung-{order}", f"{order} rank=2 step=1 times=1")
     recorder = run(mortal_pool, tmp_path, spec, policy=following((2, 0)), patience=HASTY)
     ((rank, reason),) = lost(recorder)
@@ -93,6 +94,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(mortal_pool, tmp_path, order
     assert reason.startswith("no sign of life" if order == "stop" else "it hangs in a task")
     assert statuses(recorder) == {spec.id: "done"}
     assert [e.incarnation for e in recorder.events if isinstance(e, RankReady) and e.rank == 2][-1] > 1
+    assert "rank 2 works again after " in caplog.text
 
 
 def test_a_job_under_which_three_workers_die_fails_and_the_others_finish(mortal_pool, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from gfgen.runtime.core.dispatch import Dispatch, plan_transfers
 from gfgen.runtime.core.events import RankLost
 from gfgen.runtime.ipc.messages import RankTimes, Transfer
 from gfgen.snapshot import RankView, RunningTask
+from gfgen.system.wording import in_words
+
+logger = logging.getLogger(__name__)
 
 LOOKAHEAD_S = 0.005  # the default: dispatching takes a millisecond or two, on a busy machine more
 SHARE, MAX_SHARE_S = 0.02, 0.025
@@ -116,6 +120,7 @@ class RankRecord:
     flights: list[Flight] = field(default_factory=list)
     idle_since_s: float = 0.0
     ended_s: float = 0.0
+    lost_s: float | None = None  # when its last worker died in this run
     patches: dict[str, str] = field(default_factory=dict)  # by model: of the last task with its weights
     view: RankView | None = None  # what policies saw last of this rank; None when it is outdated
 
@@ -201,6 +206,8 @@ class Ranks:
         """Its worker has loaded the models of this moment and takes tasks."""
         record = self.records[rank]
         record.is_ready, record.idle_since_s, record.view = True, at_s, None
+        if record.lost_s is not None:
+            logger.info("rank %d works again after %s", rank, in_words(at_s - record.lost_s))
 
     def load(self, models: Collection[str], load_s: float, *, at_s: float) -> None:
         """Every rank loads these models in place of others, after its present task."""
@@ -216,7 +223,7 @@ class Ranks:
     def lose(self, event: RankLost) -> None:
         rank = self.records[event.rank]
         rank.is_ready, rank.is_loading, rank.view = False, False, None
-        rank.is_retired = event.is_retired
+        rank.is_retired, rank.lost_s = event.is_retired, event.time_s
         rank.patches.clear()
 
     def check(self) -> None:
