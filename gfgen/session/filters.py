@@ -17,7 +17,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -235,9 +234,9 @@ def run_done_hook(command: str, summary: Summary, output_dir: Path, *, status: s
 
 
 def run_hook(option: str, command: str, variables: Mapping[str, str], *, limit_s: float, what: str) -> bool:
-    """Run a shell command with GFGEN_ variables, its output in a file: `CMD &` would keep a pipe open."""
+    """Run a shell command with GFGEN_ variables, its output in memory: `CMD &` would keep a pipe open."""
     values = {f"GFGEN_{name}": value.replace("\0", "") for name, value in variables.items()}
-    with tempfile.TemporaryFile() as output:
+    with os.fdopen(os.memfd_create("gfgen-hook"), "w+b") as output:  # temporary folders may be full or gone
         try:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", command],

@@ -267,19 +267,18 @@ def test_a_name_that_the_locale_cannot_write_is_a_problem_of_its_job(night):
     assert not (night / "outputs").exists()
 
 
-def test_records_that_another_user_wrote_are_refused_before_ranks_start(capsys, monkeypatch, night):
+@pytest.mark.parametrize("name", ["journal.jsonl", ".resume"])
+def test_records_that_another_user_wrote_are_refused_before_ranks_start(capsys, monkeypatch, night, name):
     """As the second one of a group folder does."""
     monkeypatch.chdir(night)
     (night / "out").mkdir()
-    (night / "out/journal.jsonl").write_text("")
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("journal.jsonl"))
+    (night / "out" / name).mkdir() if name == ".resume" else (night / "out" / name).write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(name))
     for command in ("run", "check"):
         code, err = refusal(capsys, command, "night.jsonl", "--output", "out")
         assert code == 2
-        assert (
-            "out/journal.jsonl: you may not write it (its owner can, chmod g+w); name another --output" in err
-        )
-        assert os.listdir(night / "out") == ["journal.jsonl"]
+        assert f"out/{name}: you may not write it (its owner can, chmod g+w); name another --output" in err
+        assert os.listdir(night / "out") == [name]
 
 
 def test_a_disk_that_is_full_from_the_start_is_found_before_ranks_start(capsys, monkeypatch, night):

@@ -12,11 +12,13 @@ from gfgen.runtime.control.state import MIN_FILES
 from gfgen.runtime.core.events import (
     ClosingTime,
     JobCancelled,
+    OutputFailed,
     OutputWritten,
     PolicyChanged,
     RankLost,
     StopRequested,
     TaskDone,
+    TaskFailed,
     Wakeup,
 )
 from gfgen.runtime.core.observer import Observer
@@ -379,6 +381,39 @@ def test_what_closing_time_stops_is_kept_too():
     control.clock.at(ClosingTime(5.05))
     control.run()
     assert [job_id for job_id, _, _ in control.backend.kept] == ["short", "long"]
+
+
+class Failing(Keeping):
+    """No file of "a" can be written, and each decode of "b" and step of "c" fails."""
+
+    def wait(self, until):
+        found = [self._failed(event) for event in super().wait(until)]
+        return [each for each in found if not (isinstance(each, OutputWritten) and each.job_id == "b")]
+
+    def _failed(self, event):
+        if isinstance(event, OutputWritten) and event.job_id == "a":
+            return OutputFailed(event.time_s, "a", "the disk is full")
+        task = self.tasks.get(event.dispatch) if isinstance(event, TaskDone) else None
+        if task and (task.job_id, task.stage) in (("b", Stage.DECODE), ("c", Stage.DENOISE)):
+            return TaskFailed(event.time_s, event.dispatch, "out of memory")
+        return event
+
+    def submit(self, dispatch):
+        self.tasks = {**getattr(self, "tasks", {}), dispatch.number: dispatch.task}
+        super().submit(dispatch)
+
+
+@pytest.mark.parametrize("may_come", [False, True])
+def test_a_job_that_fails_after_its_last_step_is_kept_for_a_later_run_but_not_of_a_server(may_come):
+    control, _ = simulated_control(
+        [make_job(name) for name in "abc"],
+        backend=Failing,
+        intake=(lambda clock: Later(clock, make_job("d"))) if may_come else (lambda _: None),
+    )
+    control.run()
+    decode = make_job("a").trajectory.num_tasks - 1
+    kept = {job_id: index for job_id, index, _ in control.backend.kept}
+    assert kept == ({} if may_come else {"a": decode, "b": decode})
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,12 @@ def test_missing_ffmpeg_says_what_to_install(tmp_path: Path, monkeypatch: pytest
     assert names_in(tmp_path) == []
 
 
+def test_an_ffmpeg_that_goes_during_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "gone"))
+    with pytest.raises(OutputError, match="/gone: this ffmpeg is gone, or cannot be executed"):
+        write_output(gradient(), tmp_path / "a.mp4", fps=8, metadata={})
+
+
 def test_process_that_dies_before_the_rename_leaves_no_file_under_the_name(tmp_path: Path) -> None:
     script = (
         "import os, sys, numpy as np\n"

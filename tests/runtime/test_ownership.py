@@ -465,6 +465,17 @@ def test_a_folder_that_frames_cannot_have_is_shown_as_it_is_called(folder: Path,
     assert reason(claim(folder, job_of_frames())).startswith(f"line 3: {folder}/fox: fox is {kind}; ")
 
 
+def test_a_folder_that_this_user_may_not_write_is_a_problem_before_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "theirs/mine").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "theirs")
+    jobs = [named("x", "theirs/x.mp4"), named("y", "theirs/new/y.mp4"), named("z", "theirs/mine/z.mp4")]
+    claimed, problems = claim_files(jobs, output_dir=folder, job_file=NIGHT)
+    assert [job.job_id for job in claimed] == ["z"]
+    assert all("you may not write into theirs (its owner can" in each.accepted for each in problems)
+
+
 def test_a_frame_that_a_job_reads_is_never_replaced(folder: Path) -> None:
     made_frames(folder)
     image = str(folder / "fox" / "0003.png")

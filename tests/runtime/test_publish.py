@@ -23,6 +23,7 @@ from gfgen.errors import InputError, LockedError, OutputError
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import read_manifest
 from gfgen.runtime.publish import publisher as publishing
+from gfgen.runtime.publish import shards
 from gfgen.runtime.publish import store as stores
 from gfgen.runtime.publish.publisher import Publisher
 from gfgen.runtime.publish.shards import Shards, lines_of
@@ -152,6 +153,18 @@ def test_rows_of_parquet_have_the_bytes_of_pictures(url: str, tmp_path: Path) ->
     (second,) = parquet.read_table(found["shard-00001.parquet"]).to_pylist()
     assert second["more_files"] == [{"file": "several-2.png", "bytes": b"picture several-2.png"}]
     assert ids_in(found, "shard") == ["a", "several"]
+
+
+def test_all_files_of_jobs_count_in_the_size_of_a_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(shards, "GROUP_BYTES", 50)
+    for job_id in ("a", "b"):
+        make(tmp_path, job_id, names=[f"{job_id}-{number}.png" for number in range(4)])
+    lines = read_manifest(tmp_path / "manifest.jsonl").values()
+    shards_of("parquet", "10").write(tmp_path / "shard.parquet", lines, tmp_path)
+    assert parquet.ParquetFile(tmp_path / "shard.parquet").num_row_groups == 3, "the last one is empty"
 
 
 def test_without_shards_files_have_their_names(url: str, tmp_path: Path) -> None:

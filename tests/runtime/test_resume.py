@@ -186,6 +186,15 @@ def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
     assert resume.resume_path(folder, "a").stat() == before
 
 
+def test_what_was_kept_of_a_job_that_failed_stays_and_of_others_it_goes(folder):
+    for is_kept in (True, False):
+        memory = JobMemory([JOB], folder, find(folder))
+        if is_kept:
+            memory.save("a", SimpleNamespace(), next_index=3, producer=7, given_up=GivenUp())
+        memory.release("a")
+        assert ("a" in find(folder)) is is_kept
+
+
 def test_a_file_that_has_gone_since_it_was_found_fails_its_job_each_time(folder):
     memory = JobMemory([JOB], folder, find(folder))
     resume.resume_path(folder, "a").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,14 @@ def test_the_end_of_a_run_passes_its_counts(tmp_path: Path, heard) -> None:
     command = f'echo "$GFGEN_STATUS $GFGEN_DONE $GFGEN_FAILED $GFGEN_SKIPPED $GFGEN_OUTPUT" > {log}'
     run_done_hook(command, summary, tmp_path, status="failed", limit_s=20)
     assert log.read_text() == f"failed 3 1 2 {tmp_path}\n"
+
+
+def test_commands_run_when_the_folder_for_temporary_files_is_gone(
+    tmp_path: Path, heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    run_done_hook(f"echo > {tmp_path}/log", Summary(), tmp_path, status="done", limit_s=20)
+    assert (tmp_path / "log").exists()
 
 
 def test_a_command_that_cannot_start_is_named(tmp_path: Path, heard) -> None:

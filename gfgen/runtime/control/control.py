@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Let all ranks hold these models, checkpoints by name, and no others; it takes about `load_s`."""
 
     def save(self, job_id: str, *, next_index: int, producer: int, given_up: GivenUp) -> None:
-        """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""
+        """Keep a job's state for a later run: its next task, and which dispatch made its input."""
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """What ranks have taken of memory, at the end of a run; empty where nothing measures it."""
@@ -209,6 +209,8 @@ class Control:
 
     def conclude(self, outcome: JobOutcome) -> None:
         self.decider.note_change()
+        if outcome.left and not outcome.is_refused and self._steering.intake is None:
+            self.backend.save(outcome.job_id, **outcome.left)  # a later run only decodes and writes it
         self.backend.release(outcome.info.job_id)
         for observer in self.observers:
             observer.ended(outcome)

@@ -212,6 +212,9 @@ class JobRecord:
         outcome.warnings = tuple(trouble.warnings)
         outcome.num_approximate = num_approximate + len(self.given_up.steps)
         outcome.why_approximate = self.given_up.why
+        decode, made = self.num_tasks - 1, self.progress.made_latents
+        if outcome.status == "failed" and made is not None and self.first_open_index >= decode:
+            outcome.left = {"next_index": decode, "producer": made, "given_up": self.given_up}
         return outcome
 
     def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:

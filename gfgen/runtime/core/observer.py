@@ -90,6 +90,7 @@ class JobOutcome:
     num_approximate: int = 0  # steps that ran without the transformer
     why_approximate: str | None = None  # why a policy had steps approximated; None if none did
     entry: dict[str, Any] = field(default_factory=dict)  # its line in the manifest, if it has one
+    left: dict[str, Any] | None = None  # if it failed after its last step: what `Backend.save` needs
 
     @property
     def job_id(self) -> str:

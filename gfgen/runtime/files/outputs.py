@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -279,9 +280,12 @@ def _ffmpeg_path() -> str:
     try:
         import imageio_ffmpeg
 
-        return str(imageio_ffmpeg.get_ffmpeg_exe())
+        path = str(imageio_ffmpeg.get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
         raise OutputError("cannot write videos without ffmpeg; pip install imageio-ffmpeg") from error
+    if shutil.which(path) is None:
+        raise OutputError(f"{path}: this ffmpeg is gone, or cannot be executed")
+    return path
 
 
 def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:

@@ -35,6 +35,7 @@ from gfgen.job.spec import (
 )
 from gfgen.runtime.core.admission import AdmittedJob, with_attempt
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
+from gfgen.runtime.files import resume
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers
 from gfgen.runtime.files.manifest import (
@@ -78,7 +79,7 @@ def check_records(output_dir: Path) -> None:
     this user may not append to them, before ranks start."""
     for name in (MANIFEST_NAME, WATCHED_NAME):
         check_own(output_dir / name)
-    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME):
+    for name in (MANIFEST_NAME, WATCHED_NAME, JOURNAL_NAME, resume.FOLDER):
         check_appendable(output_dir / name)
 
 
@@ -344,7 +345,9 @@ def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str
         return "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
     if (owner := owners[name_key(job.info.file)]) != job.job_id:
         return f"job {owner} already writes this file; rename one of them"
-    for folder in Path(job.info.file).parents[:-1]:
+    folders = Path(job.info.file).parents[:-1]
+    lowest = next((each for each in folders if (output_dir / each).is_dir()), None)
+    for folder in folders:
         key, path = name_key(str(folder)), output_dir / folder
         if key in owners:
             return f"{folder} is the file of job {owners[key]}, not a folder; rename one of them"
@@ -352,6 +355,8 @@ def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str
             return f"{folder} is a file, not a folder; name another output"
         if not path.resolve().is_relative_to(output_dir.resolve()):
             return f"{folder} is a link out of the output folder; name another output"
+        if folder == lowest and not os.access(path, os.W_OK | os.X_OK):
+            return f"you may not write into {folder} (its owner can, chmod g+w); name another output"
     return None
 
 

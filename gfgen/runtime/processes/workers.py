@@ -41,6 +41,7 @@ class JobMemory:
         self.output_dir = output_dir
         self._resume_points = dict(resume_points or {})
         self._slabs: dict[str, int] = {}
+        self._saved: set[str] = set()
 
     def slab(self, job_id: str) -> int:
         """The job's slab, made at its first task with kept state. Raises: OSError, ValueError, KeyError."""
@@ -62,7 +63,8 @@ class JobMemory:
     def save(
         self, job_id: str, pool: WorkerPool, *, next_index: int, producer: int, given_up: GivenUp
     ) -> None:
-        """Keep a stopped job's state for the next run; if that fails, the job starts again then."""
+        """Keep a job's state for a later run; if that fails, the job starts again then."""
+        self._saved.add(job_id)
         if job_id in self._resume_points:  # none of its tasks began, so the kept state is unchanged
             return
         job, path = self.jobs[job_id], resume.resume_path(self.output_dir, job_id)
@@ -83,7 +85,8 @@ class JobMemory:
             os.close(self._slabs.pop(job_id))
         self._resume_points.pop(job_id, None)
         self.jobs.pop(job_id, None)
-        resume.forget(self.output_dir, job_id)
+        if job_id not in self._saved:
+            resume.forget(self.output_dir, job_id)
 
     def close(self) -> None:
         for fd in self._slabs.values():

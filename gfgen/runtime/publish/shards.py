@@ -39,7 +39,7 @@ class Shards:
             raise InputError(f"--shard-size {size}: jobs, bytes or both are accepted, as {DEFAULT_SIZE}")
         if kind == "parquet":
             try:
-                import pyarrow  # noqa: F401
+                import pyarrow.parquet  # noqa: F401
             except ImportError:
                 raise InputError("--shards parquet needs pyarrow; pip install 'gfgen[data]'") from None
         max_bytes = parse_memory(sizes[0], option="--shard-size") if sizes else 2**62
@@ -115,7 +115,8 @@ def _write_parquet(file: IO[bytes], lines: Iterable[ManifestLine], folder: Path)
         rows: list[dict[str, Any]] = []
         for line in lines:
             rows.append(_row(line, folder))
-            if len(rows) == GROUP_ROWS or sum(len(row["bytes"]) for row in rows) > GROUP_BYTES:
+            files = (each for row in rows for each in (row, *row["more_files"]))
+            if len(rows) == GROUP_ROWS or sum(len(each["bytes"]) for each in files) > GROUP_BYTES:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
                 rows = []
         writer.write_table(pa.Table.from_pylist(rows, schema))
