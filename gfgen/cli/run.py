@@ -190,7 +190,7 @@ def run(given: Arguments) -> int:
                     with session.signals.interrupting("--keep-if was loaded; nothing was started"):
                         options.keep_if.begin(admitted, claims)
                 if publisher is not None:
-                    publisher.expect(job.info.spec for job in admitted)
+                    publisher.expect([job.info for job in admitted])
                 try:
                     summary = run_jobs(session, admitted, options, claims)
                 finally:

@@ -161,7 +161,7 @@ def test_file_that_hits_a_size_limit_is_removed(tmp_path: Path, name: str) -> No
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old_limits[1]))
     try:
-        with pytest.raises(OutputError):
+        with pytest.raises(OutputError, match=r"File too large; .*; raise ulimit -f"):
             write_output(noise, tmp_path / name, fps=8, metadata={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)

@@ -12,6 +12,7 @@ import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def publish(
     state.mkdir(exist_ok=True)
     publisher = Publisher(url, state, shards)
     with publisher.opened():
-        publisher.expect([job_info(job_id).spec for job_id in jobs])
+        publisher.expect([replace(job_info(each), spec_hash=f"hash of {each}") for each in jobs])
         here = {path.stem for path in state.glob("*.png")}
         for job_id in jobs:
             if job_id not in publisher.published and job_id not in here:
@@ -220,7 +221,7 @@ def killing(patch: pytest.MonkeyPatch, place: int) -> None:
     for owner, name in (*actions, (Shards, "write"), (stores.Folder, "put")):
         patch.setattr(owner, name, wrapped(getattr(owner, name)))
     # Without a thread, which could not be killed.
-    patch.setattr(Publisher, "expect", lambda publisher, specs: None)
+    patch.setattr(Publisher, "expect", lambda publisher, jobs: None)
     patch.setattr(Publisher, "finish", lambda publisher, **_: publisher._publish(is_last=True))
 
 
@@ -344,6 +345,19 @@ def test_an_object_of_another_name_stays_and_its_job_too(url: str, tmp_path: Pat
     assert found["b.png"].read_bytes() == b"not ours"
     assert ids_in(found, "manifest") == []
     assert [path.name for path in sorted(state.glob("*.png"))] == ["a.png", "b.png"]
+
+
+def test_a_name_that_others_have_is_told_before_the_run_and_that_of_the_same_job_is_none(
+    url: str, tmp_path: Path
+) -> None:
+    other, state = tmp_path / "other", tmp_path / "state"
+    other.write_bytes(b"not ours")
+    for name, job in (("a.mp4", "hash of a"), ("b.mp4", "hash of another")):
+        stores.Bucket(url).put(name, other, stores.content_of(other), job=job)
+    publish(url, state, shards_of(None), ["a"])
+    with pytest.raises(InputError, match=r"/b\.mp4 is there already, of another job; move it away"):
+        publish(url, state, shards_of(None), ["b"])
+    assert not list(state.glob("b.*"))
 
 
 def test_a_folder_has_shards_too(tmp_path: Path) -> None:

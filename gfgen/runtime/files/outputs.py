@@ -262,6 +262,7 @@ def _ffmpeg(
         stdout=subprocess.DEVNULL,
         stderr=complaints,
         pass_fds=keep_fds,
+        restore_signals=False,  # a file beyond ulimit -f is an error that ffmpeg tells, not its death
         start_new_session=True,
         preexec_fn=partial(die_with_parent, os.getpid()),  # otherwise it encodes what it has received
     )
@@ -321,7 +322,8 @@ def _explain(error: OSError, path: Path, frames: Frames) -> str:
         with suppress(OSError):
             free = f", {size_in_words(free_bytes(path.parent))} are free"
         need = f"up to {size_in_words(max(frames.nbytes / shrinks, 1e5))} are needed{free}"
-        return f"cannot write {path}: {error.strerror}; {need}; make room, or choose another --output"
+        help_ = "raise ulimit -f" if error.errno == errno.EFBIG else "make room, or choose another --output"
+        return f"cannot write {path}: {error.strerror}; {need}; {help_}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"cannot write {path}: {error.strerror}; choose a writable folder with --output"
     return f"cannot write {path}: {error.strerror or error}"

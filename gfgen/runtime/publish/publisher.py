@@ -24,8 +24,8 @@ from typing import Any
 
 from gfgen.errors import GfgenError, InputError, LockedError, OutputError, in_one_line
 from gfgen.job.inputs import is_url
-from gfgen.job.spec import JobSpec
-from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.job.spec import JobSpec, numbered_names
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -135,9 +135,18 @@ class Publisher(Observer):
         self._read_bytes = self._start_bytes
         self._take_in()
 
-    def expect(self, specs: Iterable[JobSpec]) -> None:
-        """Start with the jobs of the run: shards have what they were, also those of earlier runs."""
-        self._specs |= {spec.id: spec for spec in specs if spec.id in self._waiting}
+    def expect(self, jobs: Sequence[JobInfo]) -> None:
+        """Start with the jobs of the run: shards have what they were, also those of earlier runs.
+
+        Raises: InputError when the store has an object of others with the name of a job's file.
+        """
+        self._specs |= {info.job_id: info.spec for info in jobs if info.job_id in self._waiting}
+        new = [info for info in jobs if self._shards.kind is None and info.job_id not in self.published]
+        hashes = {name: x.spec_hash for x in new for name in numbered_names([x.file], x.spec.args)}
+        if hashes and (name := self._store.taken(hashes)) is not None:
+            raise InputError(
+                f"{self.url}/{name} is there already, of another job; move it away, or name another output"
+            )
         self._next_s = time.monotonic() + BATCH_S
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()

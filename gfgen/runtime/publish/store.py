@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class Folder:
             raise StoreError(f"{place}: {error.strerror}") from None
         finally:
             temporary.unlink(missing_ok=True)
+
+    def taken(self, hashes: Mapping[str, str]) -> str | None:
+        """None: the run has looked before."""
 
     def hold(self, owner: str, *, lease_s: float) -> None:
         """No effect: the run has the lock of the folder."""
@@ -129,6 +132,13 @@ class Bucket:
         if there != content and (not job or found["Metadata"].get("job") != job):
             raise TakenError(f"{self.url}/{name} is there already, with another content")
         return there
+
+    def taken(self, hashes: Mapping[str, str]) -> str | None:
+        """A name that an object of another job has; `hashes` are of jobs, by name. Raises: StoreError."""
+        for name in sorted(hashes.keys() & self.names("")):
+            if self._ask("head_object", name)["Metadata"].get("job") != hashes[name]:
+                return name
+        return None
 
     def hold(self, owner: str, *, lease_s: float) -> None:
         """Take or renew the lease, which is an object in place of a folder's lock; its age counts by the
