@@ -476,6 +476,16 @@ def test_a_folder_that_this_user_may_not_write_is_a_problem_before_the_run(
     assert all("you may not write into theirs (its owner can" in each.accepted for each in problems)
 
 
+def test_a_name_that_the_file_system_refuses_is_a_problem_before_the_run(tmp_path: Path) -> None:
+    folder = tmp_path
+    while len(str(folder)) < 3_850:  # a path of Linux has 4,095 bytes at most
+        folder /= "x" * 120
+    jobs = [named("x", f"{'x' * 196}.mp4"), named("y", "y.mp4")]
+    (claimed,), (problem,) = claim_files(jobs, output_dir=folder, job_file=NIGHT)
+    assert claimed.job_id == "y"
+    assert "cannot have such a name (File name too long)" in problem.accepted
+
+
 def test_a_frame_that_a_job_reads_is_never_replaced(folder: Path) -> None:
     made_frames(folder)
     image = str(folder / "fox" / "0003.png")

@@ -340,9 +340,13 @@ def claim_files(
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
     """Why the job cannot have its name, whatever is there; `owners` has ids by `name_key`."""
     try:
-        os.fsencode(job.info.file)
+        (output_dir / job.info.file).lstat()
     except UnicodeEncodeError:
         return "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # encrypted folders have shorter names
+        return f"the output folder cannot have such a name ({error.strerror}); name another output"
     if (owner := owners[name_key(job.info.file)]) != job.job_id:
         return f"job {owner} already writes this file; rename one of them"
     folders = Path(job.info.file).parents[:-1]
