@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,7 +191,10 @@ class HostMemory:
             self.check_waiting(checkpoints)
         jobs, too_large = self._with_room(jobs, weights, is_new=is_new)
         jobs, without_copies = self.patches.with_copies(jobs, weights, self) if is_new else (jobs, ())
-        return jobs, (*unfit, *too_large, *without_copies)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        limit = None if most == resource.RLIM_INFINITY else most
+        jobs, unmade = split(jobs, _largest_file_bytes, limit, where="in one file (ulimit -f)")
+        return jobs, (*unfit, *too_large, *without_copies, *unmade)
 
     def _with_room(self, jobs: Sequence[AdmittedJob], weights: Mapping[Path, int], *, is_new: bool) -> Judged:
         now_s = time.monotonic()
@@ -464,6 +468,11 @@ class GpuMemory(HostMemory):
 
     def lacks(self, size: int, work: int) -> bool:
         return (room := self.room_bytes) is not None and size + max(work, room // _SPARE) > room
+
+
+def _largest_file_bytes(job: AdmittedJob) -> int:
+    """Of its shared memory, which is files to the system: its frames take more than their file."""
+    return max(SlabPlan.of(job.trajectory).size_bytes, job.trajectory.frames_bytes)
 
 
 def split(

@@ -255,6 +255,16 @@ def test_only_jobs_that_cannot_fit_are_refused():
     assert split(jobs, lambda _: GB, None) == (jobs, ())
 
 
+def test_a_job_whose_frames_exceed_the_limit_of_a_file_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "footprint", lambda _: Footprint(shared_bytes=GB, private_bytes=0))
+    jobs, frames_bytes = [make_job("a", line=3)], memory._largest_file_bytes(make_job("a"))
+    for most, number in ((frames_bytes, 0), (frames_bytes - 1, 1)):
+        limited_to(monkeypatch, resource.RLIMIT_FSIZE, most, most)
+        _, problems = on_cpus(1, 14 * GB, monkeypatch).fit(jobs)
+        assert len(problems) == number
+    assert "in one file (ulimit -f) needed" in str(problems[0])
+
+
 def test_a_job_on_cpus_needs_its_model_unless_that_is_loaded(monkeypatch):
     job = make_job("a")
     monkeypatch.setattr(memory, "footprint", lambda _: Footprint(shared_bytes=GB, private_bytes=0))
