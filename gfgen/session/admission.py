@@ -390,7 +390,8 @@ def _asked(jobs: Sequence[tuple[str, AdmittedJob]], known: Answers) -> dict[str,
 def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem:
     spec = job.spec
     if (refused := found["calls"][key].get("refused")) is not None:
-        return replace(Problem.of(None, None, f"{job.info.family} refuses it: {refused}"), line=spec.line)
+        why = f"{job.info.family} refuses it: {' '.join(refused.split())}"
+        return replace(Problem.of(None, None, why), line=spec.line)
     for name in sorted({*found["calls"][key].get("idle", ())} & {*(job.info.asked.scheduler or {})}):
         job = job.warned(Warned(f"scheduler.{name} has no effect on the steps of this job"))
     for name, text in prompts_of(spec).items():

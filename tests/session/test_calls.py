@@ -28,7 +28,7 @@ def asked(monkeypatch, tmp_path):
         return [
             {
                 "calls": {
-                    key: ({"refused": "no"} if "LCM" in str(fields["scheduler"]) else {"unknown": ""})
+                    key: ({"refused": "\nno\n"} if "LCM" in str(fields["scheduler"]) else {"unknown": ""})
                     | {"most_bytes": 100, "idle": ["base_shift", "max_shift"]}
                     for key, fields in each["calls"].items()
                 },
