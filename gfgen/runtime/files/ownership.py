@@ -172,6 +172,8 @@ def _is_named_there(job: AdmittedJob) -> bool:
     return asked.seed == RANDOM_SEED or asked.place is not None or "{" in job.info.file.replace(FRAME, "")
 
 
+_PLAIN_NAME = re.compile(r"[\w./-]{1,140}", re.ASCII)
+"""What every file system takes."""
 STATUSES = ("new", "left", "done", "changed", "again")
 
 
@@ -340,7 +342,8 @@ def claim_files(
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
     """Why the job cannot have its name, whatever is there; `owners` has ids by `name_key`."""
     try:
-        (output_dir / job.info.file).lstat()
+        if not _PLAIN_NAME.fullmatch(job.info.file):  # others cost no look, which takes long on a network
+            (output_dir / job.info.file).lstat()
     except UnicodeEncodeError:
         return "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
     except (FileNotFoundError, NotADirectoryError):

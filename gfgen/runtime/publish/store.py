@@ -135,7 +135,7 @@ class Bucket:
 
     def taken(self, hashes: Mapping[str, str]) -> str | None:
         """A name that an object of another job has; `hashes` are of jobs, by name. Raises: StoreError."""
-        for name in sorted(hashes.keys() & self.names("")):
+        for name in sorted(hashes.keys() & self.names(os.path.commonprefix([*hashes]))):
             if self._ask("head_object", name)["Metadata"].get("job") != hashes[name]:
                 return name
         return None
