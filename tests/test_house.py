@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 66_176,
+    "lines of the package": 66_232,
     "files of the package": 287,
-    "lines of the core": 5_545,
+    "lines of the core": 5_553,
     "files of the core": 24,
     "modules of one folder": 13,
     "methods of one class": 25,

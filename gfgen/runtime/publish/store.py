@@ -135,7 +135,8 @@ class Bucket:
 
     def taken(self, hashes: Mapping[str, str]) -> str | None:
         """A name that an object of another job has; `hashes` are of jobs, by name. Raises: StoreError."""
-        for name in sorted(hashes.keys() & self.names(os.path.commonprefix([*hashes]))):
+        beginning = os.path.commonprefix([*hashes])  # noqa: RUF071, of characters
+        for name in sorted(hashes.keys() & self.names(beginning)):
             if self._ask("head_object", name)["Metadata"].get("job") != hashes[name]:
                 return name
         return None
