@@ -535,6 +535,10 @@ class TestUnknownFields:
             ("batch_size", "num_images"),
             ("negative", "negative_prompt"),
             ("frame_rate", "fps"),
+            ("CFG Scale", "guidance_scale"),
+            ("output_format", "format"),
+            ("filename", "output"),
+            ("strength", "args"),
         ],
     )
     def test_the_nearest_name_is_suggested(self, name: str, meant: str) -> None:

@@ -81,12 +81,15 @@ TIME = {"anyOf": [{"type": "number"}, STRING]}
 OTHER_NAMES = {
     other: name
     for name, others in {
+        "args": "strength clip_skip",
+        "format": "output_format",
         "frames": "num_frames length",
         "guidance_scale": "cfg cfg_scale guidance",
         "image": "image_path init_image input_image",
         "model": "checkpoint ckpt",
         "negative_prompt": "negative neg",
         "num_images": "n batch_size batch_count n_iter num_images_per_prompt",
+        "output": "filename file_name output_path",
         "prompt": "text caption",
         "scheduler": "sampler sampler_name",
         "size": "max_area resolution w h",
@@ -583,7 +586,7 @@ def suggestion(name: str, fields: Collection[str]) -> str | None:
 
 
 def _meant(name: str, fields: Collection[str]) -> str | None:
-    spelled = name[:40].strip().lower().replace("-", "_")
+    spelled = re.sub("[ -]", "_", name[:40].strip().lower())
     other = OTHER_NAMES.get(spelled)
     return other if other in fields or other == "num_images" else nearest(spelled, fields)
 

@@ -192,6 +192,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
             ["night.jsonl", "--output", "night.jsonl"],
             "--output night.jsonl: this is a file; name another folder",
         ),
+        (["night.jsonl", "--output", "fox.png"], "--output fox.png: it is a folder; --output-name names"),
         (["night.jsonl", "--until", "25:00"], "--until '25:00': a time of day like \"06:00\""),
         (["night.jsonl", "--log-file", "/proc/x.log"], "--log-file /proc/x.log: cannot write there"),
         (["night.jsonl", "--trace", "/proc/none/x.json"], "--trace /proc/none/x.json: cannot write there"),

@@ -153,6 +153,15 @@ def test_all_problems_of_a_file_are_reported_beside_it_and_nothing_of_it_runs(de
     assert all(line in caplog.text for line in report)
 
 
+def test_lines_under_another_name_are_taken_and_other_kinds_of_files_are_refused_with_a_reason(desk):
+    desk.put("a.ndjson", FOX)
+    desk.put("b.yaml").write_text("- prompt: an owl\n")
+    desk.put("c.csv.gz").write_bytes(b"\x1f\x8b rest\n")
+    assert desk.look() == ["fox"]
+    assert "not JSON" in (desk.folder / "b.yaml.errors.txt").read_text()
+    assert "the file is compressed" in (desk.folder / "c.csv.gz.errors.txt").read_text()
+
+
 def test_a_log_has_the_first_problems_of_a_file_and_its_report_has_all(desk, caplog):
     desk.put("a.jsonl", *({"prompt": "a fox", "qqq": 1} for _ in range(30)))
     assert desk.look() == []

@@ -306,6 +306,7 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
     [
         ({"sice": "64x64"}, "sice: not a field, ignored; did you mean size?"),
         ({"steps": 5}, "steps: not a field, ignored; did you mean num_inference_steps?"),
+        ({"cfg_scale": 5}, "cfg_scale: not a field, ignored; did you mean guidance_scale?"),
         ({"extra_args": "{'a': 1}"}, "extra_args: not a JSON object, ignored"),
         ({"true_cfg_scale": 3}, "true_cfg_scale = 3: this model has no use for it; ignored"),
         ({"lora": None}, None),

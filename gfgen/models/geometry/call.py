@@ -239,7 +239,7 @@ class CallSignature:
 
     def _unknown(self, name: str, known: list[str]) -> str:
         meant = OTHER_NAMES.get(name.lower())
-        near = f"the field {meant}" if meant else nearest(name, known)
+        near = f"the field {meant}" if meant not in (None, "args") else nearest(name, known)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
         return f"is no such argument of {self.pipeline_class}; {hint}"
 

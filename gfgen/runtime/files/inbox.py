@@ -36,7 +36,8 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-JOB_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+JOB_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+REFUSED_SUFFIXES = (".gz", ".ods", ".parquet", ".xlsx", ".yaml", ".yml")  # the reader says why
 REPORT_SUFFIX = ".errors.txt"
 SETTLED_S = 1.0  # a file that has not changed for this time is complete
 UNFINISHED_S = 30.0  # the same for a file whose last line has no end
@@ -309,7 +310,8 @@ class Inbox(Observer):
 
 def _is_job_file(name: str) -> bool:
     is_hidden = name.startswith(".")
-    return name.lower().endswith(JOB_FILE_SUFFIXES) and not is_hidden and not name.endswith(REPORT_SUFFIX)
+    is_ours = name.lower().endswith(JOB_FILE_SUFFIXES + REFUSED_SUFFIXES)
+    return is_ours and not is_hidden and not name.endswith(REPORT_SUFFIX)
 
 
 def _read(path: Path) -> bytes:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from gfgen.errors import Problem, nearest
-from gfgen.job.fields import parse_fields, plain_name
+from gfgen.job.fields import OTHER_NAMES, parse_fields, plain_name
 from gfgen.job.images import NoImages
 from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol import server_schemas
@@ -190,6 +190,6 @@ def _problem(error: Any) -> Problem:
 def _not_a_field(name: str, known: Collection[str], *, then: str = "") -> Problem:
     if name in VARIATION_FIELDS and not then:
         return Problem(None, name, None, "only in job files; send one request for each")
-    near = nearest(name, known)
+    near = nearest(OTHER_NAMES.get(name.lower(), name), known)
     hint = f"did you mean {near}?" if near else "" if then else f"the fields are {', '.join(known)}"
     return Problem(None, plain_name(name), None, f"not a field{then}" + (f"; {hint}" if hint else ""))
