@@ -30,6 +30,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files import resume
+from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge import RunBridge, Supervisor, listen
@@ -37,6 +38,7 @@ from gfgen.server.protocol.limits import ApiOptions, NamedKey, ServerLimits, che
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.server_schemas import ServedModel, served_model
 from gfgen.server.shown.webhooks import secret_bytes
+from gfgen.server.store import STORE_NAME
 from gfgen.session.live import write_live
 from gfgen.session.loras import ServedLora, find_loras
 from gfgen.session.session import Arrivals, Session, SessionOptions
@@ -220,6 +222,8 @@ def serve(given: Arguments) -> int:
     _check_webhooks(given.api)
     given.cluster.check({"--gpus": given.ranks.gpus is not None, "--lora": bool(given.loras)})
     check_packages(SERVING)
+    if (given.output / JOURNAL_NAME).exists() and not (given.output / STORE_NAME).exists():
+        raise InputError(f"--output {given.output}: contains files of a run; name another folder")
     connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
     cluster = context.with_resource(connected)
     options = options_of(

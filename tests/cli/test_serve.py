@@ -277,6 +277,13 @@ def test_an_address_that_is_in_use_is_told(capsys, tmp_path, monkeypatch):
     assert "cannot listen there (Address already in use)" in message
 
 
+def test_the_folder_of_a_run_is_refused_because_its_stopped_jobs_would_begin_again(capsys, tmp_path):
+    (tmp_path / "journal.jsonl").touch()
+    message, code = refused(capsys, "--port", str(free_port()), "--output", str(tmp_path))
+    assert code == 2
+    assert "contains files of a run; name another folder" in message
+
+
 def test_a_folder_that_another_run_holds_is_left_alone(capsys, tmp_path):
     with hold_folder(tmp_path):
         message, code = refused(capsys, "--port", str(free_port()), "--output", str(tmp_path))
