@@ -50,18 +50,20 @@ class TestArgs:
     @pytest.mark.parametrize(
         ("args", "accepted"),
         [
-            ({"max_sequence_length": "256"}, 'args.max_sequence_length = "256": a whole number is accepted'),
-            ({"max_sequence_length": 2.5}, "args.max_sequence_length = 2.5: a whole number is accepted"),
-            ({"max_sequence_length": True}, "args.max_sequence_length = true: a whole number is accepted"),
-            ({"prompt_2": 5}, "args.prompt_2 = 5: a text or a list of texts or null is accepted"),
-            (
-                {"prompt_2": ["a", 5]},
-                'args.prompt_2 = ["a", 5]: a text or a list of texts or null is accepted',
-            ),
+            ({"max_sequence_length": "256"}, 'max_sequence_length = "256": a whole number or null'),
+            ({"max_sequence_length": 2.5}, "max_sequence_length = 2.5: a whole number or null"),
+            ({"max_sequence_length": True}, "max_sequence_length = true: a whole number or null"),
+            ({"prompt_2": 5}, "prompt_2 = 5: a text or a list of texts or null"),
+            ({"prompt_2": ["a", 5]}, 'prompt_2 = ["a", 5]: a text or a list of texts or null'),
         ],
     )
     def test_other_types_are_refused(self, args: dict[str, Any], accepted: str) -> None:
-        assert problems("FluxPipeline", args=args) == [accepted]
+        assert problems("FluxPipeline", args=args) == [f"args.{accepted} is accepted"]
+
+    def test_null_passes_where_the_call_compares_with_it(self) -> None:
+        """With more than two steps SANA-Sprint takes nothing else."""
+        assert problems("SanaSprintPipeline", args={"intermediate_timesteps": None}) == []
+        assert problems("SanaSprintPipeline", args={"clean_caption": None}) != []
 
     def test_no_pictures_are_refused(self) -> None:
         (found,) = problems("FluxPipeline", args={"num_images_per_prompt": 0})
@@ -131,13 +133,29 @@ class TestFiles:
 
     def test_pictures_of_adapters_that_gfgen_does_not_load_are_refused(self) -> None:
         (found,) = problems("FluxPipeline", files={"ip_adapter_image": "a.png"})
-        assert found == "files.ip_adapter_image: takes no pictures; it takes no files"
+        assert found == "files.ip_adapter_image: IP-Adapters are not loaded; leave it out"
 
     def test_image_gives_the_argument_of_that_name(self) -> None:
         assert problems("FluxImg2ImgPipeline", image="a.png") == []
         assert problems("FluxImg2ImgPipeline", files={"image": "a.png"}) == []
         (found,) = problems("FluxControlPipeline", image="a.png", files={"control_image": "b.png"})
         assert found.endswith("FluxControlPipeline takes no image; its files are control_image")
+
+    @pytest.mark.parametrize(
+        ("fields", "sibling"),
+        [
+            ({"image": "a.png"}, "StableDiffusionXLImg2ImgPipeline"),
+            ({"args": {"strength": 0.5}}, "StableDiffusionXLImg2ImgPipeline"),
+            ({"files": {"mask_image": "a.png"}}, "StableDiffusionXLInpaintPipeline"),
+        ],
+    )
+    def test_a_class_for_the_same_weights_that_takes_it_is_named(
+        self, fields: dict[str, Any], sibling: str
+    ) -> None:
+        (found,) = problems("StableDiffusionXLPipeline", **fields)
+        assert found.endswith(
+            f'{sibling} takes it: make that the "_class_name" in the model_index.json of a copy'
+        )
 
 
 class TestFields:

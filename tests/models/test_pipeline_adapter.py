@@ -18,6 +18,7 @@ from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
+from gfgen.models.families import solver
 from gfgen.models.families.adapter import SOUND, SOUND_RATE, UNCHECKED, Fields
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import recording
@@ -112,6 +113,24 @@ def test_a_jobs_scheduler_options_change_its_result(checkpoint: Path) -> None:
     assert not np.array_equal(run(checkpoint, spec).numpy(), own_call(checkpoint))
 
 
+@pytest.mark.filterwarnings("ignore:The configuration file of this scheduler")
+@pytest.mark.parametrize("options", [{"class": "DDIMScheduler", "clip_sample": True}, {"steps_offset": 0}])
+def test_scheduler_options_that_a_constructor_replaces_act_as_in_an_assigned_one(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    folder = save_checkpoint("StableDiffusionPipeline", tmp_path)
+    spec = JobSpec(
+        id="a", prompt="a red cat", width=64, height=64, guidance_scale=1, seed=3, steps=4, scheduler=options
+    )
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    pipeline.scheduler = solver.scheduler_like(pipeline.scheduler, options)
+    made = pipeline(
+        "a red cat", width=64, height=64, guidance_scale=1, num_inference_steps=4, output_type="np",
+        generator=torch.Generator().manual_seed(3),
+    ).images  # fmt: skip
+    assert np.array_equal(run(folder, spec).numpy(), (made * 255).round().astype(np.uint8))
+
+
 def test_noise_levels_end_in_the_zero_that_a_scheduler_expects_in_its_list(tmp_path: Path) -> None:
     folder = save_checkpoint("StableDiffusionXLPipeline", tmp_path)
     levels = [14.0, 6.0, 2.0, 0.5]
@@ -175,6 +194,8 @@ def test_unknown_sizes_take_addresses_but_count_no_memory(checkpoint: Path) -> N
         ({"scheduler": ["my_code", "MyScheduler"]}, r"own: scheduler \(scheduler/my_code\.py\)"),
         ({"_class_name": ["my_code", "MyPipeline"]}, r"own: pipeline \(my_code\.py\)"),
         ({"_class_name": "StableAudioPipeline"}, "makes neither pictures nor videos"),
+        ({"_class_name": "MarigoldNormalsPipeline"}, "makes neither pictures nor videos"),
+        ({"transformer": ["diffusers", "FluxMultiControlNetModel"]}, "transformer is several networks"),
     ],
 )
 def test_one_line_says_what_cannot_run(
@@ -189,15 +210,19 @@ def test_one_line_says_what_cannot_run(
         load_geometry(tmp_path)
 
 
-def test_several_pictures_and_sound_are_outputs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_pictures_and_sound_are_outputs_and_a_black_one_is_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     adapter = load_adapter(checkpoint)
     spec = adapter.geometry.resolve(JOB)
     pictures = np.zeros((1, 9, 64, 64, 3), np.float32)
-    made = SimpleNamespace(frames=pictures, audio=torch.tensor([[[0.5, -2.0, 0.25], [0.0, 1.0, 0.0]]]))
+    sound = torch.tensor([[[0.5, -2.0, 0.25], [0.0, 1.0, 0.0]]])
+    made = SimpleNamespace(frames=pictures, audio=sound, nsfw_content_detected=[False, True])
     call = SimpleNamespace(decode=lambda latents: made)
     monkeypatch.setattr(adapter, "_calls", lambda *which: call)
     found = adapter.decode(spec, Fields())
     assert found.tensors[SOUND].tolist() == [[0.5, -1.0, 0.25], [0.0, 1.0, 0.0]]
+    assert "job a: the model's safety checker made a picture black" in caplog.text
     assert found.scalars[SOUND_RATE] == stepping_adapter.DEFAULT_SOUND_RATE
     assert found.tensors["frames"].shape == (9, 64, 64, 3)
 

@@ -54,6 +54,7 @@ def test_packages_that_a_scheduler_needs_are_named(monkeypatch):
     geometry = geometry_of("FluxPipeline", transformer={}, scheduler={})
     for options, text in (
         ({"class": "DPMSolverSDEScheduler"}, "needs the package torchsde; pip install torchsde"),
+        ({"class": "LMSDiscreteScheduler"}, "needs the package scipy"),
         ({"class": "EulerDiscreteScheduler", "use_beta_sigmas": True}, "needs the package scipy"),
     ):
         with pytest.raises(JobError, match=text):

@@ -120,6 +120,7 @@ def test_a_value_that_cannot_be_stored_is_named() -> None:
 def test_names_that_are_read_before_they_are_assigned() -> None:
     body = ast.parse(
         "if a:\n    b = 1\nelse:\n    b = c\nd = b + e\nfor i in f:\n    g += i\nh = [x for x in k]\nm[0] = 1"
+        "\ndel n"
     ).body
-    assert read_names(body) == {"a", "c", "e", "f", "g", "k", "m"}
-    assert changed_names(body) == {"b", "d", "g", "h", "i", "m", "x"}
+    assert read_names(body) == {"a", "c", "e", "f", "g", "k", "m", "n"}
+    assert changed_names(body) == {"b", "d", "g", "h", "i", "m", "n", "x"}

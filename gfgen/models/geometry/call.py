@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ _ARRAYS = re.compile(r"Tensor|ndarray")
 
 _OTHER_BRANCH = re.compile(r"\b(neg_noise_pred|noise_(pred_)?uncond) = (self\.transformer|current_model)\(")
 _STRETCHES = re.compile(r"preprocess\(image, (height=)?height, (width=)?width(, crops_coords=.*)?\)")
-_SCHEDULER_PACKAGES = re.compile(r"^(?:import|from) (torchsde|scipy)\b", re.MULTILINE)
+_IS_NONE = re.compile(r"(?<![\w.])(\w+) is (?:not )?None")
+_SCHEDULER_PACKAGES = re.compile(r"^(?:import (torchsde)| +from (scipy) import)", re.MULTILINE)
 """Imports of a scheduler's file, without which diffusers has no such class."""
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
@@ -208,7 +209,8 @@ class CallSignature:
                 name = "size" if field in ("width", "height") else field
                 yield Problem.of(field, shown(value), f"{self.pipeline_class} takes no {name}; leave it out")
         if spec.image is not None and "image" not in self.arguments:
-            reason = f"{self.pipeline_class} takes no image; {self._its_files()}"
+            advice = self._its_files() if self.files else self._sibling_with("image") or "it takes no files"
+            reason = f"{self.pipeline_class} takes no image; {advice}"
             yield Problem.of("image", spec.image, reason)
         if spec.flow_shift is not None:
             yield Problem.of("flow_shift", spec.flow_shift, 'give "scheduler": {"shift": ...} instead')
@@ -235,13 +237,24 @@ class CallSignature:
         argument = self.arguments.get(name)
         if argument is None:
             return self._unknown(name, self.files)
+        if name.startswith("ip_adapter"):
+            return "IP-Adapters are not loaded; leave it out"
         return None if argument.takes_files else f"takes no pictures; {self._its_files()}"
 
     def _unknown(self, name: str, known: list[str]) -> str:
         meant = OTHER_NAMES.get(name.lower())
         near = f"the field {meant}" if meant not in (None, "args") else nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
+        hint = f"did you mean {near}?" if near else self._sibling_with(name)
+        hint = hint or f"it takes {', '.join(known) or 'none'}"
         return f"is no such argument of {self.pipeline_class}; {hint}"
+
+    def _sibling_with(self, name: str) -> str | None:
+        """The class for the same weights that takes this argument, as advice."""
+        stem = self.pipeline_class.removesuffix("Pipeline")
+        for sibling in (f"{stem}{end}Pipeline" for end in ("Img2Img", "Inpaint")):
+            if is_pipeline(sibling) and name in signature_of(sibling).arguments:
+                return f'{sibling} takes it: make that the "_class_name" in the model_index.json of a copy'
+        return None
 
     def _its_files(self) -> str:
         return f"its files are {', '.join(self.files)}" if self.files else "it takes no files"
@@ -273,7 +286,9 @@ def signature_of(pipeline_class: str, *, source: Path | None = None) -> CallSign
     guidance = _guidance(found, method_of("do_classifier_free_guidance"))
     guidance["calls_branches_apart"] = _OTHER_BRANCH.search(ast.unparse(found)) is not None
     guidance["stretches"] = _STRETCHES.search(ast.unparse(found)) is not None
-    return CallSignature(pipeline_class, _arguments(found.args), steps_scheduler, **guidance)
+    tested = " ".join(ast.unparse(each) for each in (found, method_of("check_inputs")) if each is not None)
+    arguments = _arguments(found.args, may_be_none=_IS_NONE.findall(tested))
+    return CallSignature(pipeline_class, arguments, steps_scheduler, **guidance)
 
 
 def _guidance(call: ast.FunctionDef, is_guided: ast.FunctionDef | None) -> dict[str, Any]:
@@ -349,7 +364,7 @@ def scheduler_problems(spec: JobSpec, own_class: str | None, *, is_flow: bool = 
             yield Problem.of(f"scheduler.{option}", shown(value), f"{argument.accepted} is accepted")
         elif value is True and option == "use_beta_sigmas" and importlib.util.find_spec("scipy") is None:
             yield Problem.of(f"scheduler.{option}", "true", "needs the package scipy; pip install scipy")
-    for package in _SCHEDULER_PACKAGES.findall(_files_by_class("schedulers")[name].read_text()):
+    for package in map("".join, _SCHEDULER_PACKAGES.findall(_files_by_class("schedulers")[name].read_text())):
         if importlib.util.find_spec(package) is None:
             yield Problem.of("scheduler.class", name, f"needs the package {package}; pip install {package}")
     if spec.sigmas is not None and "sigmas" not in (_method("schedulers", name, "set_timesteps") or {}):
@@ -436,14 +451,14 @@ def _definition_in(path: Path, package: str, class_name: str, method: str) -> as
     return next(filter(None, (_definition(package, base, method) for base in bases)), None)
 
 
-def _arguments(parameters: ast.arguments) -> Mapping[str, Argument]:
+def _arguments(parameters: ast.arguments, *, may_be_none: Collection[str] = ()) -> Mapping[str, Argument]:
     named = [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]
     defaults = [*parameters.defaults, *parameters.kw_defaults]
     found = {}
     for each, default in zip(named[1:], [None] * (len(named) - 1 - len(defaults)) + defaults, strict=True):
         value = default.value if isinstance(default, ast.Constant) else None
-        may_be_none = isinstance(default, ast.Constant) and value is None
-        found[each.arg] = Argument(each.arg, each.annotation, default is None, may_be_none, value)
+        is_none = each.arg in may_be_none or (isinstance(default, ast.Constant) and value is None)
+        found[each.arg] = Argument(each.arg, each.annotation, default is None, is_none, value)
     return found
 
 

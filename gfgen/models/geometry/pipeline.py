@@ -78,8 +78,9 @@ SEVERAL_PICTURES = frozenset(
 
 Source: the calls of diffusers 0.42.
 """
-NO_PICTURES = re.compile("Audio|AceStep|Proteina")
-"""Pipelines that make only sound, or proteins."""
+NO_PICTURES = re.compile("Audio|AceStep|Proteina|Marigold")
+"""Pipelines that make only sound, proteins, or maps of numbers below 0."""
+_SEVERAL = re.compile("Multi(ControlNet|Adapter)")
 _LARGE = "CLIPTextModelWithProjection"
 _EMBEDS = {"CLIPTextModel": "", f"CLIPTextModel {_LARGE}": "pooled_", _LARGE: "pooled_"}
 """By the text encoders of a UNet whose prompts can have weights: what embeddings its call takes."""
@@ -247,6 +248,8 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         raise ModelError(f"{where}: {error}; install a diffusers that has it, or use another model") from None
     if NO_PICTURES.search(checkpoint.pipeline_class):
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
+    if several := [x for x in checkpoint.configs if _SEVERAL.search(checkpoint.class_of(x) or "")]:
+        raise ModelError(f"{where}: {several[0]} is several networks, which are not read; give one of them")
     vae = checkpoint.configs.get("vae", {})
     return PipelineGeometry(
         multiple=size_multiple(checkpoint, methods_of(checkpoint.pipeline_class, source=source)),

@@ -218,7 +218,7 @@ def evaluations_key(spec: JobSpec, own_class: str | None = None) -> str:
 
 def max_text_tokens(spec: JobSpec, usual: int) -> int:
     """Where a job's prompts are cut."""
-    return int((spec.args or {}).get("max_sequence_length", usual))
+    return int((spec.args or {}).get("max_sequence_length") or usual)
 
 
 # Steps that run no transformer ----------------------------------------------------------------------

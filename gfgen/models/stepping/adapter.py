@@ -169,6 +169,8 @@ class PipelineAdapter(Adapter):
         self.patches.merge(spec)
         second, _, latents = parted(latents)
         output = self._call(spec, is_second=bool(second.scalars)).decode(latents)
+        if any(getattr(output, "nsfw_content_detected", None) or ()):
+            logger.error("job %s: the model's safety checker made a picture black; try another seed", spec.id)
         frames = as_frames(output, per_sample=spec.sample_bytes)
         made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
@@ -213,7 +215,9 @@ class PipelineAdapter(Adapter):
             parts, settings = kind._get_signature_keys(kind)
             given = {name: value for name, value in pipeline.config.items() if name in settings}
             given |= {name: part for name, part in pipeline.components.items() if name in parts}
+            config = made._internal_dict
             pipeline = kind(**{**given, "scheduler": made})
+            made._internal_dict = config  # Stable Diffusion's constructor replaces options
         for part in pipeline.components.values():
             if isinstance(part, diffusers.SchedulerMixin):
                 solver.watch_scheduler(part)

@@ -380,7 +380,7 @@ def _statement(node: ast.stmt, defined: frozenset[str], found: set[str]) -> froz
 def _loads(node: ast.AST) -> set[str]:
     """Names that an expression or a simple statement reads, without those of its own scopes."""
     if isinstance(node, ast.Name):
-        return {node.id} if isinstance(node.ctx, ast.Load) else set()
+        return set() if isinstance(node.ctx, ast.Store) else {node.id}
     names = {name for child in ast.iter_child_nodes(node) for name in _loads(child)}
     if isinstance(node, _COMPREHENSIONS):
         first, own = node.generators[0], {x for part in node.generators for x in _stores(part.target)}
