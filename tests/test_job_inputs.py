@@ -180,6 +180,15 @@ def test_a_row_may_extend_over_lines_and_knows_its_first(tmp_path):
             "promt,steps\na fox,4",
             "line 1: the header names promt, which is not a field; did you mean prompt?",
         ),
+        (
+            ",prompt\n0,a",
+            'line 1: the header names "", which is not a field; if it is the index of pandas, write the file '
+            "with to_csv(..., index=False)",
+        ),
+        (
+            "sep=;\nprompt;seed\na;1",
+            "line 1: the header names sep=, which is not a field; remove this line, which only Excel reads",
+        ),
         ("prompt,prompt\na,b", "line 1: the header names a field twice"),
         (
             "prompt,steps\na, b,4",

@@ -301,10 +301,17 @@ def _table(text: str) -> Iterator[Entry]:
         raise ReadingEnded(num_before + rows.reader.line_num, f"not CSV ({error})") from None
 
 
+_OF_HEADERS = {
+    "": "if it is the index of pandas, write the file with to_csv(..., index=False)",
+    "sep=": "remove this line, which only Excel reads",
+}
+
+
 def _check_header(names: Sequence[str], line: int) -> None:
     for name in names:
         if name not in FIELDS and name not in VARIATION_FIELDS:
-            hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
+            hint = _OF_HEADERS.get(name) or suggestion(name, FIELDS)
+            hint = hint or f"the fields of a job are {', '.join(FIELDS)}"
             raise ReadingEnded(line, f"the header names {plain_name(name)}, which is not a field; {hint}")
     if len(set(names)) < len(names):
         raise ReadingEnded(line, "the header names a field twice")
