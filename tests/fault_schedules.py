@@ -41,6 +41,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Clock, Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.ipc.content import remove_leftovers
@@ -464,9 +465,13 @@ def _decided_otherwise(schedule: Schedule, witness: _Witness, path: Path) -> Ite
 
 
 def _wrong_files(schedule: Schedule, witness: _Witness, output_dir: Path) -> Iterator[str]:
-    """Done jobs have one file with the right content; a failed one may have left a good file."""
+    """Done jobs have one file with the right content; a failed one may have left a good file, or a state."""
     jobs = {job.info.file: job for job in schedule.jobs}
-    files = {path.name for path in output_dir.iterdir()}
+    failed = [outcome.info.job_id for outcome in witness.outcomes if outcome.status == "failed"]
+    states = {*(output_dir / resume.FOLDER).glob("*")}
+    for path in states - {resume.resume_path(output_dir, job_id) for job_id in failed}:
+        yield f"{path.name} is left in {resume.FOLDER}"
+    files = {path.name for path in output_dir.iterdir()} - ({resume.FOLDER} if states else set())
     for name in sorted(files - jobs.keys()):
         yield f"{name} is left in the output folder"
     finished = {o.info.file for o in witness.outcomes if o.status == "done"}

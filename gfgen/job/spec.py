@@ -333,6 +333,8 @@ def lack_of(name: str) -> str | None:
                 command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20
             )
         except (ImportError, RuntimeError):
+            for fd in (*os.pipe(), *os.pipe()):  # OSError: no descriptor is left, which imageio_ffmpeg hides
+                os.close(fd)
             return "there is no ffmpeg; pip install imageio-ffmpeg"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"ffmpeg does not run: {error}"

@@ -62,7 +62,7 @@ def test_an_output_that_does_not_fit_the_disk_fails_alone(pool, small_disk):
     assert (outcomes["large"].status, outcomes["small"].status) == ("failed", "done")
     assert "No space left on device" in (outcomes["large"].error or "")
     assert "make room, or choose another --output" in (outcomes["large"].error or "")
-    assert os.listdir(small_disk) == ["small.png"]
+    assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["small.png"], "nor its state"
 
 
 def fill_disk(monkeypatch, *, after, fd_of):
