@@ -41,7 +41,7 @@ from gfgen.errors import (
 )
 from gfgen.job.inputs import is_url
 from gfgen.job.shared import closing_at
-from gfgen.job.spec import SUFFIXES, format_of
+from gfgen.job.spec import ENDINGS
 from gfgen.policies.catalog import function_named
 from gfgen.runtime.control.backlog import AHEAD, Backlog
 from gfgen.runtime.control.closing import check_room
@@ -155,8 +155,7 @@ def run(given: Arguments) -> int:
     file = next((file for file in jobs.jobs[:1] if file != "-"), None)
     first = watch or (file if file is None or is_url(file) else Path(file))
     output = given.output or default_folder(Path("outputs"), name, first)
-    is_file_name = any(format_of(os.path.splitext(given.output or "")[1], kind) for kind in SUFFIXES)
-    if is_file_name and not os.path.isdir(output):
+    if os.path.splitext(given.output or "")[1].lower() in ENDINGS and not os.path.isdir(output):
         raise click.UsageError(f"--output {output}: it is a folder; --output-name names the file in it")
     publisher = given.store.publisher(output, given)
     output_dir = Path(output) if publisher is None else publisher.state

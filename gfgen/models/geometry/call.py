@@ -209,7 +209,7 @@ class CallSignature:
                 name = "size" if field in ("width", "height") else field
                 yield Problem.of(field, shown(value), f"{self.pipeline_class} takes no {name}; leave it out")
         if spec.image is not None and "image" not in self.arguments:
-            advice = self._its_files() if self.files else self._sibling_with("image") or "it takes no files"
+            advice = (None if self.files else self._sibling_with("image")) or self._its_files()
             reason = f"{self.pipeline_class} takes no image; {advice}"
             yield Problem.of("image", spec.image, reason)
         if spec.flow_shift is not None:

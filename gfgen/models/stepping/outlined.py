@@ -334,8 +334,7 @@ def answers(asked: Mapping[str, Any]) -> dict[str, Any]:
             rest_s = min(REST_S, ALL_RESTS_S / len(asked["calls"]))
             error, limits_of[key] = tried(adapter, JobSpec(**fields), prompt=prompt, rest_s=rest_s)
             refused = error is not None and is_refusal(error, usual)
-            said = " ".join(str(error).split()) if refused else ""  # some messages have several lines
-            text = None if error is None else said or in_one_line(error)
+            text = None if error is None else (str(error) if refused else "") or in_one_line(error)
             calls[key] = {"refused" if refused else "unknown": text}
             kept = [[(limit, head.encode()) for head, limit in x.values()] for x in limits_of[key].values()]
             sure = [max((limit - SPECIAL - len(head) for limit, head in own), default=0) for own in kept]

@@ -342,7 +342,7 @@ def claim_files(
 def _clash(job: AdmittedJob, owners: Mapping[str, str], output_dir: Path) -> str | None:
     """Why the job cannot have its name, whatever is there; `owners` has ids by `name_key`."""
     try:
-        if not _PLAIN_NAME.fullmatch(job.info.file):  # others cost no look, which takes long on a network
+        if not _PLAIN_NAME.fullmatch(job.info.file):  # plain ones cost no look: on a network it takes long
             (output_dir / job.info.file).lstat()
     except UnicodeEncodeError:
         return "this locale cannot write such a name; set LC_ALL=C.UTF-8, or give the job another output"
