@@ -155,7 +155,9 @@ def test_an_ffmpeg_that_does_not_run_is_one_line_before_the_run(tmp_path, monkey
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "none"))
     lack_of.cache_clear()
     try:
-        with pytest.raises(JobError, match=r"format = mp4: ffmpeg does not run: .*No such file"):
+        with pytest.raises(
+            JobError, match=r"format = mp4: ffmpeg cannot be used: .*none: this ffmpeg is gone"
+        ):
             name("video")
         assert name("image") == "fox.png"
     finally:

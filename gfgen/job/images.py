@@ -10,13 +10,14 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.errors import Warned
+from gfgen.errors import OutputError, Warned
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -82,18 +83,31 @@ def _read_by_ffmpeg(video: Path | bytes, *output: str) -> subprocess.CompletedPr
     path, content = (Path("a video"), video) if isinstance(video, bytes) else (video, None)
     source = f"file:{path.absolute()}" if content is None else "pipe:0"
     try:
-        import imageio_ffmpeg
-
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", *DEMUXERS]
-        command += ["-i", source, "-map", "0:v:0", *output, "pipe:1"]
+        command = [ffmpeg_path(), "-hide_banner", "-nostdin", *DEMUXERS, "-i", source]
+        command += ["-map", "0:v:0", *output, "pipe:1"]
         done = subprocess.run(command, input=content, capture_output=True, timeout=FFMPEG_TIMEOUT_S)
-    except (ImportError, RuntimeError):
-        raise ImageError("reading videos needs ffmpeg; pip install imageio-ffmpeg") from None
+    except (OSError, OutputError) as error:
+        raise ImageError(f"{path} cannot be read: {error}") from None
     except subprocess.TimeoutExpired:
         raise ImageError(f"{path}: reading it takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
     if done.returncode != 0 or not done.stdout:
         raise ImageError(f"{path} is not a video that ffmpeg can read")
     return done
+
+
+def ffmpeg_path() -> str:
+    """Raises: OutputError, which says what to do; OSError if no descriptor is left."""
+    try:
+        import imageio_ffmpeg
+
+        path = str(imageio_ffmpeg.get_ffmpeg_exe())
+    except (ImportError, RuntimeError):
+        for fd in (*os.pipe(), *os.pipe()):  # imageio_ffmpeg hides why it found none
+            os.close(fd)
+        raise OutputError("there is no ffmpeg; pip install imageio-ffmpeg") from None
+    if shutil.which(path) is None:
+        raise OutputError(f"{path}: this ffmpeg is gone, or cannot be executed")
+    return path
 
 
 def thumbnail(path: Path, side: int) -> bytes:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import JobError, Problem
+from gfgen.errors import JobError, OutputError, Problem
+from gfgen.job.images import ffmpeg_path
 
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
@@ -326,18 +327,12 @@ def lack_of(name: str) -> str | None:
         return None if features.check("avif") else "this Pillow cannot write AVIF"
     if name in ENCODERS:
         try:
-            import imageio_ffmpeg
-
-            command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-encoders"]
+            command = [ffmpeg_path(), "-hide_banner", "-encoders"]
             found = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20
             )
-        except (ImportError, RuntimeError):
-            for fd in (*os.pipe(), *os.pipe()):  # OSError: no descriptor is left, which imageio_ffmpeg hides
-                os.close(fd)
-            return "there is no ffmpeg; pip install imageio-ffmpeg"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"ffmpeg does not run: {error}"
+        except (OSError, OutputError, subprocess.TimeoutExpired) as error:
+            return f"ffmpeg cannot be used: {error}"
         missing = [each for each in ENCODERS[name].split() if f" {each} ".encode() not in found.stdout]
         return f"this ffmpeg has no encoder {missing[0]}" if missing else None
     return None

@@ -66,6 +66,24 @@ def test_compiled_blocks_give_what_they_gave_and_are_compiled_once(name: str) ->
     assert 0 < num_compiled == stub.num_compiled
 
 
+def test_bits_of_compiled_blocks_do_not_depend_on_how_fast_a_rank_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor's own default tries some ways of a sum, and takes the fastest."""
+    found: list[Any] = []
+
+    def compile_fx(graph: Any, *_: Any, config_patches: Any, **__: Any) -> Any:
+        found.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    model, inputs = make("wan")
+    compiled.prepare(model)
+    with using("compiled"):
+        forward(model, inputs)
+    assert found == [{"deterministic": True}]
+
+
 @pytest.mark.parametrize("name", ["hunyuan", "wan", "z-image"])
 def test_ranks_share_compiled_blocks(name: str) -> None:
     model, inputs = make(name)

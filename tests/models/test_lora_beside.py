@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
+from gfgen.models.families import guidance
 from gfgen.models.families.adapter import SAMPLE
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.fast import compiled, recording
@@ -419,3 +420,30 @@ def flux_inputs(model: Any) -> dict[str, Any]:
         "img_ids": torch.arange(36.0).view(12, 3) // 3,
         "txt_ids": torch.zeros(3, 3),
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case", [QWEN], indirect=True)
+def test_both_branches_on_a_gpu_where_one_forward_of_both_is_faster(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks in 8 bits are not fused, so each branch has its forward; the results are those of diffusers."""
+    adapter: Any = load_adapter(case.checkpoint, device="cuda")
+    spec = replace(case.job(), width=512, height=512, negative_prompt="blurry, a dog on a beach")
+    found = latents_of(adapter, spec)
+    own = case.theirs(dtype=torch.bfloat16).to("cuda")
+    theirs = own(
+        prompt=spec.prompt,
+        negative_prompt=spec.negative_prompt,
+        true_cfg_scale=2.0,
+        width=512,
+        height=512,
+        num_inference_steps=3,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(5),
+    ).images
+    far = (found.reshape(theirs.shape).float() - theirs.float()).abs()
+    assert far.max() < 0.02 * theirs.abs().max()
+    monkeypatch.setattr(guidance, "BATCH_RULES", ())
+    assert torch.equal(latents_of(adapter, spec), found)

@@ -124,7 +124,11 @@ class _Compiler:
                 config = torch._dynamo.config
                 config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
                 config.fail_on_recompile_limit_hit = True
-                block.compiled = torch.compile(block.own, dynamic=False, backend=self._backend)
+                # Otherwise each rank takes whichever way of a sum was faster when it tried them.
+                options: Any = {"deterministic": True} if self._backend == "inductor" else None
+                block.compiled = torch.compile(
+                    block.own, dynamic=False, backend=self._backend, options=options
+                )
             if self._has_any_texts:
                 args = _of_any_text(args)
             return block.compiled(*args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
-from gfgen.job.images import as_rgb
+from gfgen.job.images import as_rgb, ffmpeg_path
 from gfgen.job.spec import FORMATS, VIDEO_SUFFIXES, format_of
 from gfgen.runtime.files import metadata as labels
 from gfgen.runtime.ipc.content import IMAGE_SUFFIXES, SHRINKS, Content, name_file, temporary_name
@@ -159,7 +158,7 @@ def _deep_png(frame: Frames, texts: Sequence[tuple[Any, ...]]) -> bytes:
 
     height, width, channels = frame.shape
     command = [
-        *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-f", "rawvideo", "-s", f"{width}x{height}"),
+        *(ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-f", "rawvideo", "-s", f"{width}x{height}"),
         *("-pix_fmt", "rgb48le" if channels == 3 else "rgba64le", "-i", "pipe:0", "-vf", "setsar=1"),
         *("-f", "image2pipe", "-c:v", "png", "-pred", "mixed", "pipe:1"),
     ]
@@ -241,7 +240,7 @@ def _encode_command(
         "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709"
     )
     return [
-        *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
+        *(ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
         *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", *sound, "-map", "0:v", "-map_metadata", "1"),
         *(("-map", "2:a") if sound else ()),
@@ -275,18 +274,6 @@ def _ffmpeg(
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
-
-
-def _ffmpeg_path() -> str:
-    try:
-        import imageio_ffmpeg
-
-        path = str(imageio_ffmpeg.get_ffmpeg_exe())
-    except (ImportError, RuntimeError) as error:
-        raise OutputError("cannot write videos without ffmpeg; pip install imageio-ffmpeg") from error
-    if shutil.which(path) is None:
-        raise OutputError(f"{path}: this ffmpeg is gone, or cannot be executed")
-    return path
 
 
 def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
@@ -342,7 +329,7 @@ def _read_image_tag(path: Path) -> str:
 
 
 def _read_video_tag(path: Path) -> str:
-    command = [_ffmpeg_path(), "-loglevel", "error", "-nostdin", "-i", f"file:{path.absolute()}"]
+    command = [ffmpeg_path(), "-loglevel", "error", "-nostdin", "-i", f"file:{path.absolute()}"]
     done = subprocess.run([*command, "-f", "ffmetadata", "pipe:1"], capture_output=True, check=False)
     if done.returncode != 0:
         raise OSError(done.stderr.decode("utf-8", "replace").strip())
