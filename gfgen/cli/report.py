@@ -22,7 +22,7 @@ from gfgen.cli.shown.plot_timeline import plot_timeline
 from gfgen.errors import InputError
 from gfgen.job.images import ImageError, as_rgb, small_picture, thumbnail
 from gfgen.job.spec import numbered_name
-from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids, num_waiting
+from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids, num_waiting, to_make_again
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -144,12 +144,14 @@ class FolderReport:
     def read(cls, folder: Path) -> FolderReport:
         lines = read_manifest(folder / MANIFEST_NAME)
         left = left_ids(folder / JOURNAL_NAME, lines)
+        waiting = num_waiting(folder / JOURNAL_NAME, lines)
+        again = to_make_again(folder / JOURNAL_NAME, folder / MANIFEST_NAME, without=left, most=waiting)
+        changed = dict.fromkeys(left, "left") | dict.fromkeys(again, "waiting")
         jobs = [
-            JobReport(line | {"status": "left"} if name in left else line, ended_at(line))
+            JobReport(line | {"status": changed.get(name, line.get("status"))}, ended_at(line))
             for name, line in lines.items()
             if not line.get(SIMULATED)
         ]
-        waiting = num_waiting(folder / JOURNAL_NAME, lines)
         if not jobs and not left and not waiting:
             raise InputError(f"{folder}: no jobs in {MANIFEST_NAME} there; name the output folder of a run")
         jobs.sort(key=lambda job: (STATUSES.index(job.status), job.started_at))

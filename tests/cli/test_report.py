@@ -17,6 +17,7 @@ from PIL import Image
 from gfgen.cli.main import main
 from gfgen.cli.shown.picture import _label, _sheet_font, cell_side, draw_sheet
 from gfgen.runtime.files.outputs import write_output
+from gfgen.session.live import write_live
 
 SHAPE = {"width": 64, "height": 64, "frames": 1, "fps": None}
 ENDED = "2026-11-23T14:00:10Z"
@@ -106,10 +107,11 @@ def test_the_time_of_first_uses_is_named(capsys, folder):
     assert "first use 1.5 s of it in tasks that were the first of their kind" in out.splitlines()
 
 
-def run_in_journal(started: str, *ids: str, jobs: int = 0) -> str:
+def run_in_journal(started: str, *ids: str, jobs: int = 0, forced_from: int | None = None) -> str:
     """A run that began at this time, and in which these jobs arrived."""
     started_at = datetime.fromisoformat(started).timestamp() + 0.1234
     header = {"gfgen_journal": 2, "started_at": started_at, "job_file": "../jobs.jsonl", "jobs": jobs}
+    header["forced_from"] = forced_from
     arrivals = [{"event": "JobArrived", "time_s": 0.0, "job_id": name, "spec_hash": "x"} for name in ids]
     return "".join(json.dumps(each) + "\n" for each in (header, *arrivals))
 
@@ -144,6 +146,20 @@ def test_jobs_that_had_not_arrived_in_the_last_run_wait(capsys, folder):
     (folder / "manifest.jsonl").unlink()
     (folder / "journal.jsonl").write_text(run_in_journal("2026-11-23T13:00:00Z", jobs=2))
     assert gfgen(capsys, "report", "out")[1].splitlines()[0] == "out: 2 jobs: 2 waiting"
+
+
+def test_a_job_that_a_stopped_force_was_to_make_again_counts_once(capsys, folder):
+    """The second --force made fox again; <b> and owl, of the first one, had not arrived."""
+    manifest, journal = folder / "manifest.jsonl", folder / "journal.jsonl"
+    made = manifest.stat().st_size
+    journal.write_text(run_in_journal("2026-11-23T14:30:00Z", "fox", jobs=3, forced_from=made))
+    with manifest.open("a") as file:
+        file.write(json.dumps(line("fox", written_at="2026-11-23T14:30:09Z")) + "\n")
+    assert gfgen(capsys, "report", "out")[1].splitlines()[0] == "out: 3 jobs: 1 done, 2 waiting"
+    started_at = datetime.fromisoformat("2026-11-23T14:30:00Z").timestamp()
+    write_live(folder, {"state": "stopped", "started_at": started_at, "counts": {"jobs": 3}})
+    status = gfgen(capsys, "status", "out")[1].splitlines()[1]
+    assert status.endswith("1/3  1 done, 2 waiting")
 
 
 def test_a_run_that_was_killed_before_a_job_ended_has_a_report(capsys, folder):

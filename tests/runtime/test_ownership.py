@@ -259,6 +259,22 @@ def test_a_run_without_force_ends_a_stopped_one(folder: Path) -> None:
     assert force(folder, "fox", "owl") == set()
 
 
+def test_a_force_with_jobs_left_is_told_to_runs_without_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("fox", "owl"):
+        make(folder, name)
+    header = {"started_at": 4e9, "jobs": 2, "forced_from": (folder / "manifest.jsonl").stat().st_size}
+    Journal(folder / "journal.jsonl", header=header).close()
+    jobs = [make_job("fox"), make_job("owl")]
+    assert Claims(output_dir=folder, job_file=NIGHT).done(jobs) == {"fox", "owl"}
+    assert "with --force, has 2 jobs left: give --force" in caplog.text
+    caplog.clear()
+    Journal(folder / "journal.jsonl", header={"started_at": 5e9, "jobs": 0, "forced_from": None}).close()
+    Claims(output_dir=folder, job_file=NIGHT).done(jobs)
+    assert not caplog.text
+
+
 # Default folders ------------------------------------------------------------------------------
 
 
