@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from gfgen.errors import JobError
-from gfgen.job.inputs import A1111, KOHYA, LORAS, OF_WEIGHTS, PromptLines
+from gfgen.job.inputs import A1111, KOHYA, OF_WEIGHTS, PromptLines
 from gfgen.job.reader import JobSource, ParsedJobs
 
 
@@ -50,18 +53,6 @@ def test_a_line_gives_the_job_that_it_means(line: str, fields: dict[str, Any]) -
     assert job(line, is_plain=True) == {"prompt": line}
 
 
-def test_loras_are_files_of_the_folder() -> None:
-    found = job("a <lora:ink:0.8> fox --s 4 <lora:old.safetensors>", loras=Path("/loras"))
-    assert found == {
-        "prompt": "a fox",
-        "steps": 4,
-        "lora": [
-            {"path": "/loras/ink.safetensors", "scale": 0.8},
-            {"path": "/loras/old.safetensors", "scale": 1},
-        ],
-    }
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -84,12 +75,12 @@ def read(tmp_path: Path, text: str, **options: Any) -> ParsedJobs:
 
 
 def test_a_file_says_once_what_was_recognised(tmp_path: Path) -> None:
-    text = "a fox --s 4\n# a comment\na <lora:ink:1> cat\n--prompt dog --steps 3\na bird --s 0\n"
-    parsed = read(tmp_path, text, lora_folder=tmp_path)
+    text = "a fox --s 4\n# a comment\n--prompt dog --steps 3\na bird --s 0\n"
+    parsed = read(tmp_path, text)
     ((_, kind),) = parsed.kinds
-    assert kind == f"one prompt per line with {KOHYA}, {LORAS}, {A1111}{OF_WEIGHTS}"
+    assert kind == f"one prompt per line with {KOHYA}, {A1111}{OF_WEIGHTS}"
     assert [(spec.prompt, spec.steps) for spec in parsed.specs] == [("a fox", 4), ("dog", 3)]
-    assert [problem.line for problem in parsed.problems] == [3, 5]
+    assert [problem.line for problem in parsed.problems] == [4]
 
 
 def test_plain_lines_stay_as_they_are(tmp_path: Path) -> None:
@@ -99,5 +90,35 @@ def test_plain_lines_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_searched_for_options(tmp_path: Path) -> None:
-    parsed = read(tmp_path, '{"prompt": "a fox --s 4 <lora:ink:1>"}\n', lora_folder=tmp_path)
-    assert parsed.specs[0].prompt == "a fox --s 4 <lora:ink:1>"
+    assert read(tmp_path, '{"prompt": "a fox --s 4"}\n').specs[0].prompt == "a fox --s 4"
+
+
+PROMPT = "a <lora:ink:0.8> fox <lora:old.safetensors>"
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [
+        (PROMPT, []),
+        (f"{PROMPT} --s 4", []),
+        (json.dumps({"prompt": PROMPT, "lora": "own.safetensors"}), ["own.safetensors"]),
+        (json.dumps([{"prompt": PROMPT}]), []),
+        (f"prompt,steps\n{PROMPT},4", []),
+        (None, []),
+    ],
+)
+def test_loras_that_prompts_name_are_files_of_the_folder(
+    tmp_path: Path, text: str | None, own: list[str]
+) -> None:
+    for name in ("ink", "old", "own"):
+        save_file({"a.lora_A.weight": np.ones((2, 3), np.float32)}, tmp_path / f"{name}.safetensors")
+    usual = {"lora": [{"path": "usual.safetensors"}]}
+    if text is None:
+        parsed = JobSource(prompts=(PROMPT,), lora_folder=tmp_path, fallbacks=usual).read()
+    else:
+        parsed = read(tmp_path, text, lora_folder=tmp_path, fallbacks=usual)
+    (spec,) = parsed.specs
+    assert (spec.prompt, parsed.problems) == ("a fox", ())
+    expected = [*own, "ink.safetensors", "old.safetensors"]
+    assert spec.lora_files == [str(tmp_path / name) for name in expected]
+    assert [each["scale"] for each in spec.lora or ()][-2:] == [0.8, 1]

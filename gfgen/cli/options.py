@@ -307,7 +307,7 @@ class RankOptions(AskedRanks):
             context = click.get_current_context()
             if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
                 word = "--graphs" if context.params["graphs"] else "--no-graphs"
-                logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
+                logger.warning("%s has no effect on CPU ranks, which launch no kernels", word)
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
@@ -373,7 +373,7 @@ class JobOptions:
         metavar="FILE[:SCALE]",
     )
     lora_dir: Path | None = option(
-        "Folder of the LoRAs that lines of prompts name as <lora:NAME:SCALE>.",
+        "Folder of the LoRAs that prompts name as <lora:NAME:SCALE>.",
         type=NamedPath(file_okay=False),
     )
     plain: bool = flag("Take lines of prompts as they are, with options of A1111 and kohya as text.")

@@ -349,6 +349,8 @@ def _checked_keys(given: Arguments) -> Mapping[str, NamedKey]:
     keys = {} if given.key_file is None else read_keys(given.key_file)
     if given.api_key in [each.key for each in keys.values()]:
         raise InputError(f"--api-key: it is also in {given.key_file}; give the admin a key of its own")
+    if given.no_key and (given.api_key or keys):
+        logger.warning("--no-key has no effect: requests need a key of --key-file or --api-key")
     if not (is_loopback(given.host) or given.api_key or keys or given.no_key):
         raise InputError(
             f"--host {given.host}: other machines can reach this address; give --api-key (or "

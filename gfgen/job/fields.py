@@ -539,7 +539,7 @@ def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[di
                 refusals[name] = field.refusal(value, str(refused))
     problems = list(_unknown_fields(unknown))
     problems += [refusals[name] for name in FIELDS if name in refusals] if refusals else ()
-    is_misspelt = any(_meant(name, FIELDS) == "prompt" for name in unknown)
+    is_misspelt = any(meant_by(name, FIELDS) == "prompt" for name in unknown)
     if "prompt" not in values and "prompt" not in refusals and not is_misspelt:
         problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
     problems += _join_shape(values, mapping)
@@ -579,21 +579,22 @@ def plain_name(name: str) -> str:
     return name if name and name.isprintable() and len(name) <= MAX_SHOWN_CHARS else shown(name)
 
 
-def suggestion(name: str, fields: Collection[str]) -> str | None:
+def suggestion(name: str) -> str | None:
     """A question that names the field that an unknown name resembles."""
-    meant = _meant(name, fields)
+    meant = meant_by(name, [*FIELDS, "num_images"])
     return f"did you mean {meant}?" if meant else None
 
 
-def _meant(name: str, fields: Collection[str]) -> str | None:
+def meant_by(name: str, known: Collection[str]) -> str | None:
+    """The known name that means the same in other tools, or is spelled alike."""
     spelled = re.sub("[ -]", "_", name[:40].strip().lower())
-    other = OTHER_NAMES.get(spelled)
-    return other if other in fields or other == "num_images" else nearest(spelled, fields)
+    other = OTHER_NAMES.get(spelled, spelled)
+    return other if other in known else nearest(other, known)
 
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
     for name in unknown:
-        hint = suggestion(name, FIELDS)
+        hint = suggestion(name)
         if name == "defaults":
             hint = 'the first line of a file may be {"defaults": {...}}, with nothing else on it'
         accepted = f"not a field; {hint}" if hint else "not a field"

@@ -310,7 +310,7 @@ _OF_HEADERS = {
 def _check_header(names: Sequence[str], line: int) -> None:
     for name in names:
         if name not in FIELDS and name not in VARIATION_FIELDS:
-            hint = _OF_HEADERS.get(name) or suggestion(name, FIELDS)
+            hint = _OF_HEADERS.get(name) or suggestion(name)
             hint = hint or f"the fields of a job are {', '.join(FIELDS)}"
             raise ReadingEnded(line, f"the header names {plain_name(name)}, which is not a field; {hint}")
     if len(set(names)) < len(names):
@@ -353,7 +353,7 @@ def _check_column(field: str, column: str, there: list[str]) -> None:
     if column not in there:
         raise ReadingEnded(None, f"there is no column {plain_name(column)}; there are {', '.join(there)}")
     if field not in FIELDS and field not in VARIATION_FIELDS:
-        name, hint = plain_name(field), suggestion(field, FIELDS)
+        name, hint = plain_name(field), suggestion(field)
         if field == column or not hint:
             hint = f"name the columns to read, such as --column prompt={plain_name(column)}"
         raise ReadingEnded(None, f"column {name} is not a field of a job; {hint}")
@@ -375,7 +375,7 @@ _READERS: Mapping[str, Callable[[str], Iterator[Entry]]] = {
 }
 
 
-A1111, KOHYA, LORAS = "options of A1111", "options of kohya", "<lora:...>"
+A1111, KOHYA = "options of A1111", "options of kohya"
 OF_WEIGHTS = "; weights such as (red:1.3) act on models with CLIP encoders (--prompt-syntax plain: on none)"
 OF_A1111 = {
     **{name: name for name in ("prompt", "negative_prompt", "seed", "steps", "width", "height")},
@@ -389,7 +389,18 @@ OF_KOHYA = dict(n="negative_prompt", w="width", h="height", d="seed", s="steps",
 SUFFIX = ".safetensors"
 _TEXTS = ("prompt", "negative_prompt", "scheduler", "model")
 _OPTION = re.compile(r"(?:^|\s)--([A-Za-z]\w*)(?=\s|$)")
-_LORA = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
+PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
+
+
+def with_loras(job: Mapping[str, Any], folder: Path, *, usual: object) -> Mapping[str, Any]:
+    """The job with the files of a folder that its prompt names, <lora:ink:0.8>, in place of `usual` ones."""
+    if not isinstance(prompt := job.get("prompt"), str) or not (loras := PATCH.findall(prompt)):
+        return job
+    own = None if (given := job.get("lora")) is usual else given
+    files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
+    named = [{"path": str(folder / file), "scale": number_of(scale)} for file, scale in files]
+    every = [*(own if isinstance(own, list) else [] if own is None else [own]), *named]
+    return {**job, "prompt": " ".join(PATCH.sub("", prompt).split()), "lora": every}
 
 
 @dataclass(slots=True)
@@ -398,11 +409,9 @@ class PromptLines:
 
     --prompt "a fox" --steps 4 --sampler_name "Euler a"       A1111, "prompts from file or textbox"
     a fox --n blurry --w 640 --h 480 --d 7 --s 4 --l 3        kohya, sample prompts
-    <lora:ink:0.8> a fox                                      a file of a folder (--lora-dir)
     """
 
     is_plain: bool = False  # take lines as they are
-    loras: Path | None = None  # the folder of LoRAs; without it, <lora:...> stays text
     syntax: str = AUTO  # of prompts on lines of A1111
     recognised: Counter[str] = field(default_factory=Counter)
 
@@ -415,14 +424,6 @@ class PromptLines:
         """The fields of a line. Raises: JobError for an option that is not known, or has no value."""
         if self.is_plain:
             return {"prompt": line}
-        lora: dict[str, Any] = {}
-        if self.loras is not None and (loras := _LORA.findall(line)):
-            self.recognised[LORAS] += 1
-            line = " ".join(_LORA.sub("", line).split())
-            files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
-            lora["lora"] = [
-                {"path": str(self.loras / file), "scale": number_of(scale)} for file, scale in files
-            ]
         names = _OPTION.findall(line)
         found: dict[str, Any] = {"prompt": line}
         if line.startswith("--") and "prompt" in names:
@@ -431,7 +432,7 @@ class PromptLines:
             prompt, *rest = _OPTION.split(line)
             options = zip(rest[::2], map(str.strip, rest[1::2]), strict=True)
             found = {"prompt": prompt.strip(), **dict(self._options(KOHYA, OF_KOHYA, options))}
-        return found | lora
+        return found
 
     def _options(
         self, kind: str, known: Mapping[str, str], options: Iterator[tuple[str, str]]

@@ -40,6 +40,7 @@ from gfgen.job.inputs import (
     entries_of,
     is_url,
     rows_of,
+    with_loras,
 )
 from gfgen.job.packed import FEW, SPECS, Packed
 from gfgen.job.recipes import Recipes
@@ -333,6 +334,8 @@ class _JobList:
     def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
         if isinstance(name := mapping.get("recipe"), str) and name in self.source.own_recipes:
             mapping = {**mapping, "recipe": self.source.own_recipes[name]}
+        if (loras := self.source.lora_folder) is not None:
+            mapping = with_loras(mapping, loras, usual=self.source.fallbacks.get("lora"))
         values, problems = parse_fields(mapping, images=self.images)
         self.place += 1
         if "{index" in values.get("output", ""):
@@ -387,7 +390,7 @@ class JobSource:
     fallbacks: Mapping[str, Any] = field(default_factory=dict)  # where neither line nor defaults have a value
     columns: Mapping[str, str] = field(default_factory=dict)  # of Parquet, by field: the only ones read
     own_recipes: Recipes = field(default_factory=dict)  # those of a user, by name
-    lora_folder: Path | None = None  # of the LoRAs that lines of prompts name
+    lora_folder: Path | None = None  # of the LoRAs that prompts name
     is_plain: bool = False  # whether lines of prompts are taken as they are
     only: tuple[str, ...] = ()  # patterns of ids; a job needs to match one
     tags: tuple[str, ...] = ()
@@ -435,7 +438,8 @@ class JobSource:
         syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
         jobs = _JobList(self)
         if not (self.only or self.tags or self.limit):
-            jobs.index, jobs.context = self.index, f"{self.context}{self.overrides}{self.fallbacks}"
+            options = f"{self.overrides}{self.fallbacks}{self.lora_folder or ''}"
+            jobs.index, jobs.context = self.index, self.context + options
         kinds: list[tuple[str, str]] = []
         defaults: list[tuple[str, Mapping[str, Any]]] = []
         are_several = len(files) + bool(self.prompts) > 1
@@ -446,7 +450,7 @@ class JobSource:
                 with _opened(file) as stream:
                     name, is_local = _name_of(file), not (file == "-" or is_url(file))
                     suffix, folder = Path(name).suffix, Path(file).parent if is_local else Path()
-                    lines = PromptLines(self.is_plain, self.lora_folder, syntax)
+                    lines = PromptLines(self.is_plain, syntax)
                     if suffix.lower() == PARQUET_SUFFIX:
                         kind, entries = PARQUET, rows_of(stream, self.columns)
                     else:

@@ -107,7 +107,7 @@ def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
             found = dict(over(found, {name: value_of(name, value)}))  # the lines check it
             continue
         if field is None:
-            hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
+            hint = suggestion(name) or f"the fields of a job are {', '.join(FIELDS)}"
             raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
         if name in OWN_FIELDS and not is_template(name, value) and option == "--set":
             raise InputError(f"{option}: {name}: each job needs its own; write it in the job file")
@@ -209,7 +209,7 @@ def _axes(
     matrix = vary if isinstance(vary, Mapping) else {}
     for name, values in matrix.items():
         if name not in FIELDS or name in OWN_FIELDS:
-            hint = "each job needs its own" if name in OWN_FIELDS else suggestion(name, FIELDS)
+            hint = "each job needs its own" if name in OWN_FIELDS else suggestion(name)
             accepted = f"not a field that can vary; {hint}" if hint else "not a field that can vary"
             raise JobError(Problem(None, f"vary.{plain_name(name)}", None, accepted))
         if not isinstance(values, list) or not values:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, Warned, listed
+from gfgen.job.inputs import PROMPTS
 from gfgen.job.packed import FEW, Packed
 from gfgen.job.reader import KEY_BYTES, JobSource, ParsedJobs, passed_deadlines, with_bar
 from gfgen.job.spec import JobSpec, call_key, prompts_of
@@ -154,6 +155,8 @@ def parse(
     parsed = source.read(has_bar=has_bar)
     if is_whole:
         tell_of_unused(default_model, parsed.specs)
+    if source.is_plain and not any(kind.startswith(PROMPTS) for _, kind in parsed.kinds):
+        logger.warning("--plain has no effect: no job file has a prompt per line")
     for name, kind in parsed.kinds:
         logger.info("%s: read as %s", name, kind)
     if parsed.num_varied:

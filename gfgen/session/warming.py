@@ -142,6 +142,8 @@ def choose_kernels(
 ) -> KernelChoice:
     """The kernels of steps without an adapter; a job that continues keeps those that it began with."""
     general = [job for job in jobs if job.has_nominal_flops]
+    if ranks.compile == "on" and jobs and not general:
+        logger.warning("--compile on has no effect: no job has a general pipeline")
     if ranks.compile == "off" or not (general or ranks.are_on_gpus):
         return "own"
     if (kept := resume.kernels_of(output_dir, general)) is not None:

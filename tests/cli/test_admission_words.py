@@ -3,6 +3,7 @@
 import pytest
 
 from gfgen.errors import ModelError, Warned
+from gfgen.job.reader import JobSource
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.precision import Precision
 from gfgen.runtime.control.state import State
@@ -10,7 +11,7 @@ from gfgen.runtime.core.admission import admit, tell_of_warnings
 from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files.resume import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.session.admission import Models, find_weightless, tell_of_unused
+from gfgen.session.admission import Models, find_weightless, parse, tell_of_unused
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")
@@ -40,6 +41,15 @@ def test_a_precision_for_a_model_of_no_job_is_told_to_have_no_effect(caplog, ask
     Precision((asked,)).tell_of_other_models([find_weightless("qwen-image").checkpoint])
     expected = f"--precision {told} has no effect: no job uses this model"
     assert [record.getMessage() for record in caplog.records] == [expected] * (told is not None)
+
+
+def test_plain_is_told_to_have_no_effect_without_lines_of_prompts(caplog, tmp_path):
+    for name, text in (("a.jsonl", '{"prompt": "a fox"}\n'), ("b.txt", "a fox\n")):
+        (tmp_path / name).write_text(text)
+        parse(JobSource(files=(str(tmp_path / name),), is_plain=True), "shapes")
+    assert [record.getMessage() for record in caplog.records] == [
+        "--plain has no effect: no job file has a prompt per line"
+    ]
 
 
 def jobs_of(*specs):

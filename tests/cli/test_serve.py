@@ -12,7 +12,7 @@ from PIL import Image
 from serving import Server, free_port
 
 from gfgen.cli.main import main
-from gfgen.cli.serve import usual_jobs
+from gfgen.cli.serve import Arguments, _checked_keys, usual_jobs
 from gfgen.job.recipes import recipes
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import admit
@@ -251,7 +251,9 @@ def test_names_and_addresses_for_clients_are_options(monkeypatch, capsys):
         assert (code, option in message) == (2, True)
 
 
-def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):
+def test_an_open_address_needs_a_key_or_an_explicit_word(capsys, caplog):
+    _checked_keys(Arguments(no_key=True, api_key="of 8 and more"))
+    assert "--no-key has no effect" in caplog.text
     message, code = refused(capsys, "--host", "0.0.0.0")
     assert code == 2
     assert "--no-key to allow requests without a key" in message

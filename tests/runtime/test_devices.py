@@ -171,10 +171,12 @@ def test_there_are_as_many_ranks_at_most_as_their_gpus_take_and_as_a_layout_may_
 def test_that_ranks_share_gpus_is_one_line_and_has_no_effect_on_cpu_ranks(caplog):
     caplog.set_level("INFO")
     choose_devices(ranks_per_gpu=2, find=lambda: FOUR)
-    assert choose_devices(ranks_per_gpu=2, find=tuple).ranks_per_gpu == 1
+    assert choose_devices(ranks_per_gpu=2, transport="host", find=tuple).ranks_per_gpu == 1
+    choose_devices(transport="host", link="1GB/s", find=tuple)
     assert [record.getMessage() for record in caplog.records] == [
         "2 ranks share each GPU and take turns: slower than one rank per GPU",
         "--ranks-per-gpu has no effect on CPU ranks",
+        "--transport host has no effect on CPU ranks",
     ]
 
 

@@ -306,7 +306,9 @@ def test_a_conversation_without_a_prompt_is_refused(server, fields, param):
     [
         ({"sice": "64x64"}, "sice: not a field, ignored; did you mean size?"),
         ({"steps": 5}, "steps: not a field, ignored; did you mean num_inference_steps?"),
-        ({"cfg_scale": 5}, "cfg_scale: not a field, ignored; did you mean guidance_scale?"),
+        ({"CFG-Scale": 5}, "CFG-Scale: not a field, ignored; did you mean guidance_scale?"),
+        ({"image": "a"}, "image: not a field, ignored; did you mean input_reference?"),
+        ({"length": 9}, "length: not a field, ignored; did you mean num_frames?"),
         ({"extra_args": "{'a': 1}"}, "extra_args: not a JSON object, ignored"),
         ({"true_cfg_scale": 3}, "true_cfg_scale = 3: this model has no use for it; ignored"),
         ({"lora": None}, None),
@@ -316,6 +318,13 @@ def test_a_field_without_effect_is_a_warning(server, fields, warning):
     video = server.post("/v1/videos", prompt="a fox", num_inference_steps=1, **fields).json()
     assert video["warnings"] == (None if warning is None else [warning])
     assert server.job(video["id"])["warnings"] is None
+
+
+@pytest.mark.parametrize("name", ["image", "input_reference"])
+def test_a_picture_for_generations_is_sent_to_edits(server, name):
+    fields = {"prompt": "a fox", name: "data:image/png;base64,aGVsbG8="}
+    error = server.http.post("/v1/images/generations", json=fields).json()["error"]
+    assert error["message"] == "image: pictures begin with one at /v1/images/edits"
 
 
 def test_what_does_not_act_as_written_is_a_warning_of_the_job_to_its_end(server):

@@ -32,11 +32,15 @@ def chosen(ranks: Ranks, jobs: list[AdmittedJob], folder: Path) -> KernelChoice:
     ("option", "on_gpu", "on_cpu"),
     [("auto", "fused", "own"), ("on", "compiled", "compiled"), ("off", "own", "own")],
 )
-def test_options(option: str, on_gpu: str, on_cpu: str, tmp_path: Path) -> None:
+def test_options(
+    option: str, on_gpu: str, on_cpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     on_cpus = Ranks(Devices(CPU, 2), compile=option)
     assert chosen(replace(ON_GPU, compile=option), [general("a")], tmp_path) == on_gpu
     assert chosen(on_cpus, [general("a")], tmp_path) == on_cpu
+    assert not caplog.text
     assert chosen(on_cpus, [make_job("own adapter")], tmp_path) == "own"
+    assert ("--compile on has no effect" in caplog.text) == (option == "on")
 
 
 def test_auto_compiles_when_known_steps_save_more_than_compiling_takes(

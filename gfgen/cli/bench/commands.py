@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def workload(
         )
     num_jobs = SIMULATED_JOBS if minutes is None and arrivals is None else 100_000
     options = given.options(num_jobs=num_jobs, num_ranks=ranks, minutes=minutes)
-    if (name is None) == (arrivals is None):
+    if (name is None) == (arrivals is None) or (maps and arrivals is None):
         raise click.UsageError(f"give one of {', '.join(WORKLOADS)}, or --arrivals with --map")
     if name is not None:
         jobs: Sequence[JobSpec] = predicted(name, model, options, given.profile_path).specs
@@ -255,6 +255,8 @@ def compare(given: Arguments) -> int:
     If a policy cannot run the workload, the table says so and the exit code is 1. Ctrl-C keeps finished runs.
     """
     log.configure(level="warning")
+    if given.is_simulated and (unused := opt.given_in(replace(given.ranks, ranks=None))):
+        click.echo(f"{unused} has no effect with --simulate", err=True)
     began_s = time.monotonic()
     asked, name, output = given.workload, given.name, given.output
     ranked = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)

@@ -157,10 +157,10 @@ def choose_devices(
     if not gpus:
         if kind == CUDA:
             raise InputError("--device cuda: no usable GPU ('gfgen doctor' says why); use cpu")
-        if ranks_per_gpu > 1:
-            logger.info("--ranks-per-gpu has no effect on CPU ranks")
-        if transport == "peer":
-            logger.info("--transport peer has no effect on CPU ranks")
+        acts = transport == "auto" or (transport == "host" and link is not None)
+        unused = ["--ranks-per-gpu"] * (ranks_per_gpu > 1) + [f"--transport {transport}"] * (not acts)
+        for option in unused:
+            logger.warning("%s has no effect on CPU ranks", option)
         count = num_ranks or DEFAULT_CPU_RANKS
         if link is not None and transport != "host":
             logger.warning(_NO_LINK)

@@ -178,7 +178,7 @@ def num_waiting(path: Path, lines: Mapping[str, ManifestLine]) -> int:
 
 
 def to_make_again(path: Path, lines: Path, *, without: Collection[str], most: int) -> set[str]:
-    """At most so many jobs of a manifest that the last run in a journal, if it has --force, has not made again."""
+    """At most so many jobs of a manifest that the last run in a journal was to make again, by --force."""
     if (start := last_header(path).get("forced_from")) is None:
         return set()
     made = read_manifest(lines, start=start).keys() | without

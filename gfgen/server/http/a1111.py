@@ -15,7 +15,6 @@ import importlib.util
 import io
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -24,6 +23,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from gfgen.job.fields import MAX_STEPS
+from gfgen.job.inputs import PATCH
 from gfgen.job.samplers import SCHEDULES, known_sampler
 from gfgen.job.spec import RANDOM_SEED, UPSCALE_FIELDS, drawn
 from gfgen.job.weighted import AUTO
@@ -55,7 +55,6 @@ OPTIONS: Mapping[str, Any] = {"sd_vae": "Automatic", "CLIP_stop_at_last_layers":
 _ONLY: Mapping[str, Any] = {"restore_faces": False, "clip_skip": 1, "send_images": True}
 """Fields with one value that has no effect; any other one gets a warning."""
 _SECOND_PASS = ("enable_hr", "denoising_strength", "hr_second_pass_steps")
-_PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
 _Free = Annotated[Any, Field(exclude=True)]
 
 
@@ -102,9 +101,9 @@ class A1111Request(AskedPictures):
     def job(self) -> dict[str, Any]:
         """Raises: ApiError for an unknown sampler, and for a scale of a LoRA that is no number."""
         job = {**super().job, "tag": TAG, "scheduler": self._sampler}
-        if patches := _PATCH.findall(job["prompt"]):
+        if patches := PATCH.findall(job["prompt"]):
             job["lora"] = [{"name": name, "scale": _scale(name, scale)} for name, scale in patches]
-            job["prompt"] = " ".join(_PATCH.sub("", job["prompt"]).split())
+            job["prompt"] = " ".join(PATCH.sub("", job["prompt"]).split())
         if importlib.util.find_spec("compel") is not None:  # without it weights get a warning
             job["prompt_syntax"] = AUTO
         if self.enable_hr:

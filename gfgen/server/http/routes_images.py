@@ -62,8 +62,8 @@ async def create_images(request: Request, service: Service) -> Response:
     """Waits for the pictures, or with `stream` sends them and previews as events. 60 s after its client
     has disconnected they are cancelled, unless the request has an Idempotency-Key: a retry joins them."""
     body = await read_body(request, service=service)
-    if body.file is not None:
-        raise bad("input_reference", "pictures begin with one at /v1/images/edits")
+    if body.file is not None or body.values.get("image") is not None:
+        raise bad("image", "pictures begin with one at /v1/images/edits")
     return await _images(request, service, body, of="image_generation")
 
 

@@ -126,7 +126,7 @@ def video_job(request: schemas.VideoRequest, *, models: Models, ignored: list[st
             raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
         default_fps = (model.defaults.fps if model.defaults else None) or 16
         job["frames"] = _frames(request.seconds, job.get("fps") or default_fps)
-    words = {**request.names, "image": "input_reference"}
+    words = {**request.names, **request.other_names}
     spec = _spec(job, model, "video", words)
     must_be: schemas.MediaKind | None = None if model.kind == "video" else "video"
     return RequestedJob(spec, must_be=must_be, words=words, ignored=ignored, webhook=request.webhook)

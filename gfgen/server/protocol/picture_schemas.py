@@ -17,9 +17,6 @@ _AUTO = {"const": "auto", "type": "string"}
 class AskedPictures(OpenRequest):
     """Base of all requests for pictures, whatever their words."""
 
-    other_names: ClassVar[Mapping[str, str]] = {}
-    """What errors call fields of its jobs that it has in another form."""
-
     @property
     def num_pictures(self) -> int:
         raise NotImplementedError

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from gfgen.errors import Problem, nearest
-from gfgen.job.fields import OTHER_NAMES, parse_fields, plain_name
+from gfgen.errors import Problem
+from gfgen.job.fields import meant_by, parse_fields, plain_name
 from gfgen.job.images import NoImages
 from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol import server_schemas
@@ -135,7 +135,7 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
         found = model.model_validate(own, context=job)
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
-    problems += [_not_a_field(name, known) for name in given if name not in known]
+    problems += [_not_a_field(name, model) for name in given if name not in known]
     if problems:
         raise refused(problems, status=400)
     return found
@@ -154,7 +154,7 @@ def opened(model: type[R], values: Mapping[str, Any], *, is_strict: bool) -> tup
         known = _known(model)
         unknown = [name for name, value in given.items() if name not in known and value is not None]
         unknown = [name for name in unknown if name not in VARIATION_FIELDS]
-        warnings += [str(_not_a_field(name, known, then=", ignored")) for name in unknown]
+        warnings += [str(_not_a_field(name, model, then=", ignored")) for name in unknown]
         given = {name: value for name, value in given.items() if name not in unknown}
     return checked(model, given), warnings
 
@@ -187,9 +187,11 @@ def _problem(error: Any) -> Problem:
     return Problem(None, name, None, f"{message[:1].lower()}{message[1:]}" if name else message)
 
 
-def _not_a_field(name: str, known: Collection[str], *, then: str = "") -> Problem:
+def _not_a_field(name: str, model: type[RequestModel], *, then: str = "") -> Problem:
     if name in VARIATION_FIELDS and not then:
         return Problem(None, name, None, "only in job files; send one request for each")
-    near = nearest(OTHER_NAMES.get(name.lower(), name), known)
+    known, words = _known(model), {**model.names, **model.other_names}
+    near = meant_by(name, [*words, *known])
+    near = words.get(near or "", near)
     hint = f"did you mean {near}?" if near else "" if then else f"the fields are {', '.join(known)}"
     return Problem(None, plain_name(name), None, f"not a field{then}" + (f"; {hint}" if hint else ""))

@@ -64,6 +64,8 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
     names: ClassVar[Mapping[str, str]] = {}
     """The request's names of fields of the job file."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """What errors call fields of its jobs that it has in another form."""
     required: ClassVar[Sequence[str]] = ()
     _job: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -281,6 +283,7 @@ class VideoRequest(OpenRequest):
         "frames": "num_frames",
         "steps": "num_inference_steps",
     }
+    other_names: ClassVar = {"image": "input_reference"}
     required = ("prompt",)
     seconds: str | float | None = Field(
         None,
