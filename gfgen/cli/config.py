@@ -7,6 +7,7 @@ gfgen/config.toml in ~/.config (or $XDG_CONFIG_HOME).
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import click
 
 from gfgen.errors import InputError, nearest
 from gfgen.system.home import home
+
+logger = logging.getLogger(__name__)
 
 LOCAL_NAME, RECIPES = "gfgen.toml", "recipes"
 PAGES = "Pages in docs/ come with gfgen's source code, not with its wheels."
@@ -205,6 +208,14 @@ def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
         is_ours = name.startswith("GFGEN_") and not name.startswith("GFGEN_TEST_")
         if is_ours and name not in known and name not in _OTHER_VARIABLES:
             yield f"{name}: {_hint(name, known)}"
+
+
+def tell_of_variables(context: click.Context) -> None:
+    """Log which GFGEN_COMMAND_ variables name no option of this command."""
+    known = {name: None for option in options_of(context.command).values() for name in _variables(option)}
+    own = f"GFGEN_{context.command.name}_".upper()
+    for name in sorted(name for name in os.environ.keys() - known if name.startswith(own)):
+        logger.warning("%s has no effect: %s", name, _hint(name, known))
 
 
 def _variables(option: click.Option) -> Sequence[str]:

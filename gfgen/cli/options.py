@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from gfgen import log
-from gfgen.cli.config import name_of, own_recipes
+from gfgen.cli.config import name_of, own_recipes, tell_of_variables
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.reader import JobSource
@@ -157,6 +157,11 @@ def _taken(fields: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         else values.pop(name)
         for name, each in fields.items()
     }
+
+
+def is_typed(name: str) -> bool:
+    """Whether the command line has this option: defaults in files are for other commands, too."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def given_in(options: Any, *names: str) -> str | None:
@@ -303,11 +308,9 @@ class RankOptions(AskedRanks):
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine, `cpu_ranks` without GPUs. Raises: InputError if it has fewer GPUs."""
         ranks = self.here(cpu_ranks=cpu_ranks, gpus=self.gpus)
-        if not ranks.are_on_gpus:
-            context = click.get_current_context()
-            if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
-                word = "--graphs" if context.params["graphs"] else "--no-graphs"
-                logger.warning("%s has no effect on CPU ranks, which launch no kernels", word)
+        if not ranks.are_on_gpus and is_typed("graphs"):
+            word = "--graphs" if self.graphs else "--no-graphs"
+            logger.warning("%s has no effect on CPU ranks, which launch no kernels", word)
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks
@@ -334,6 +337,7 @@ class LogOptions:
 def configure_log(level: str) -> None:
     """Log to standard error from this level on; with --debug, log everything."""
     log.configure(level="debug" if _is_debug() else level)
+    tell_of_variables(click.get_current_context())
 
 
 def _is_debug() -> bool:

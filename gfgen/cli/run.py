@@ -20,6 +20,7 @@ import click
 
 from gfgen import log
 from gfgen.cli import options as opt
+from gfgen.cli.config import tell_of_variables
 from gfgen.cli.run_files import (
     ClusterOptions,
     RunOptions,
@@ -149,7 +150,7 @@ def run(given: Arguments) -> int:
         _check_watching(given)
     if given.keep_if is None and opt.given_in(given, "again"):
         raise click.UsageError("--again goes with --keep-if")
-    if opt.given_in(given, "hook_timeout_s") and not opt.given_in(given, "keep_if", "on_file", "on_done"):
+    if opt.is_typed("hook_timeout_s") and not opt.given_in(given, "keep_if", "on_file", "on_done"):
         logger.warning("--hook-timeout has no effect without --keep-if, --on-file and --on-done")
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
@@ -163,6 +164,7 @@ def run(given: Arguments) -> int:
     output_dir = Path(output) if publisher is None else publisher.state
     check_written(source.paths if source else (), {"--trace": given.trace, "--log-file": logs.log_file})
     logs.configure(file=logs.log_file)
+    tell_of_variables(click.get_current_context())
     if isinstance(output, Path) and given.output is None and output.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output)
     with cluster.connected(given, model=given.model, output_dir=output_dir) as found:

@@ -17,7 +17,7 @@ import click
 
 from gfgen import log
 from gfgen.cli import options as opt
-from gfgen.cli.config import own_recipes
+from gfgen.cli.config import own_recipes, tell_of_variables
 from gfgen.cli.remote.server import is_loopback
 from gfgen.cli.run_files import ClusterOptions, options_of, session_of
 from gfgen.cli.shown.progress import LineProgress
@@ -30,7 +30,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import parse_memory
 from gfgen.runtime.core.events import Clock
 from gfgen.runtime.files import resume
-from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.ownership import check_no_run
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.simulate.choosers import ThreadedChooser
 from gfgen.server.bridge import RunBridge, Supervisor, listen
@@ -214,6 +214,7 @@ def serve(given: Arguments) -> int:
     context, logs = click.get_current_context(), given.logs
     context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
+    tell_of_variables(context)
     keys = _checked_keys(given)
     models = given.models or (DEFAULT_MODEL,)
     for alias, name in given.api.aliases.items():
@@ -222,8 +223,8 @@ def serve(given: Arguments) -> int:
     _check_webhooks(given.api)
     given.cluster.check({"--gpus": given.ranks.gpus is not None, "--lora": bool(given.loras)})
     check_packages(SERVING)
-    if (given.output / JOURNAL_NAME).exists() and not (given.output / STORE_NAME).exists():
-        raise InputError(f"--output {given.output}: contains files of a run; name another folder")
+    if not (given.output / STORE_NAME).exists():
+        check_no_run(given.output)
     connected = given.cluster.connected(given, model=models[0], output_dir=given.output)
     cluster = context.with_resource(connected)
     options = options_of(

@@ -29,10 +29,9 @@ from gfgen.models.families.precision import Precision
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.observer import Observer
-from gfgen.runtime.files import resume
-from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, check_own, read_manifest
+from gfgen.runtime.files.ownership import check_no_run
 from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
@@ -209,25 +208,20 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
                 ) from None
             stack.enter_context(hold_folder(folder))
             check_own(folder / MANIFEST_NAME)
-            if _is_of_a_run(folder):
-                raise InputError(f"--output {folder}: contains files of a run; name another folder")
+            check_no_run(folder)
         earlier = [] if output is None else [output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")]
         for manifest in earlier:  # which must not be compared with this one
             folder = manifest.parent
-            if read_manifest(manifest) and (folder in held or not _is_of_a_run(folder)):
+            with contextlib.suppress(InputError):  # it is of a run
+                check_no_run(folder)
+                if not read_manifest(manifest):
+                    continue
                 with contextlib.nullcontext() if folder in held else hold_folder(folder):
                     manifest.unlink()
                     (folder / TRACE_NAME).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # it contains other files, or is held
                     folder.rmdir()
         yield
-
-
-def _is_of_a_run(folder: Path) -> bool:
-    """Whether a run wrote to the folder. A stopped simulation leaves an empty manifest, too."""
-    if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
-        return True
-    return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:

@@ -179,6 +179,14 @@ def test_config_names_mistyped_variables(capsys, folder, monkeypatch):
     assert err == "gfgen: GFGEN_POLCY: no such option; did you mean GFGEN_POLICY?\n"
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("GFGEN_RUN_STEP", True), ("GFGEN_RUN_STEPS", False)])
+def test_a_run_tells_of_a_mistyped_variable(capsys, folder, monkeypatch, name, is_told):
+    monkeypatch.setenv(name, "3")
+    _, _, err = gfgen(capsys, "check", "-p", "a fox", "--device", "cpu")
+    told = "GFGEN_RUN_STEP has no effect: no such option; did you mean GFGEN_RUN_STEPS?"
+    assert (told in err) == is_told
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"), [(["rnu"], "Did you mean 'run'?"), (["jobs.jsonl"], "'gfgen run jobs.jsonl'")]
 )

@@ -44,6 +44,11 @@ def test_the_proxy_may_remove_its_prefix_or_leave_it(proxied, prefix):
     assert refused.status_code == 405
 
 
+def test_the_prefix_alone_leads_to_the_page(proxied):
+    answer = proxied.http.get("/gf", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/gf/")
+
+
 def test_urls_of_results_are_public(proxied):
     values = {"prompt": "a fox", "response_format": "url", "num_inference_steps": 1}
     (image,) = proxied.post("/v1/images/generations", **values).json()["data"]

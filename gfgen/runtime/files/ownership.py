@@ -92,6 +92,14 @@ def check_records(output_dir: Path) -> None:
         check_appendable(output_dir / name)
 
 
+def check_no_run(folder: Path) -> None:
+    """Raises InputError if a run wrote to the folder; a stopped simulation leaves an empty manifest, too."""
+    entries = read_manifest(folder / MANIFEST_NAME).values()
+    has_records = any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER))
+    if has_records or any(not entry.get(SIMULATED) for entry in entries):
+        raise InputError(f"--output {folder}: contains files of a run; name another folder")
+
+
 def check_free(path: Path, option: str, taken: Mapping[str, str] | None = None) -> None:
     """Raises InputError for a path of a record of runs or of a job's file, or one of `taken`, which maps real
     paths to their descriptions."""

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import cookie_parser
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gfgen import log
@@ -98,6 +99,9 @@ class RequestGuard:
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers, sending: _Secured) -> None:
         try:
             self._check(scope, headers)
+            if scope["path"] == self._root_path != "":  # to which the page's own paths are relative
+                await RedirectResponse(f"{self._root_path}/")(scope, receive, sending)
+                return
             scope[_ACCESS] = await self._access(scope, headers)
             body = _bounded(receive, headers, self._limits)
         except ApiError as error:
