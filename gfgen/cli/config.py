@@ -212,10 +212,9 @@ def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
 
 def tell_of_variables(context: click.Context) -> None:
     """Log which GFGEN_COMMAND_ variables name no option of this command."""
-    known = {name: None for option in options_of(context.command).values() for name in _variables(option)}
-    own = f"GFGEN_{context.command.name}_".upper()
-    for name in sorted(name for name in os.environ.keys() - known if name.startswith(own)):
-        logger.warning("%s has no effect: %s", name, _hint(name, known))
+    for fault in _unknown_variables({"": context.command}):
+        if fault.startswith(f"GFGEN_{context.command.name}_".upper()):
+            logger.warning("%s", fault)
 
 
 def _variables(option: click.Option) -> Sequence[str]:

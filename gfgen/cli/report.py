@@ -145,8 +145,7 @@ class FolderReport:
         lines = read_manifest(folder / MANIFEST_NAME)
         left = left_ids(folder / JOURNAL_NAME, lines)
         waiting = num_waiting(folder / JOURNAL_NAME, lines)
-        again = to_make_again(folder / JOURNAL_NAME, folder / MANIFEST_NAME, without=left, most=waiting)
-        changed = dict.fromkeys(left, "left") | dict.fromkeys(again, "waiting")
+        changed = dict.fromkeys(to_make_again(folder), "waiting") | dict.fromkeys(left, "left")
         jobs = [
             JobReport(line | {"status": changed.get(name, line.get("status"))}, ended_at(line))
             for name, line in lines.items()

@@ -183,7 +183,7 @@ def test_config_names_mistyped_variables(capsys, folder, monkeypatch):
 def test_a_run_tells_of_a_mistyped_variable(capsys, folder, monkeypatch, name, is_told):
     monkeypatch.setenv(name, "3")
     _, _, err = gfgen(capsys, "check", "-p", "a fox", "--device", "cpu")
-    told = "GFGEN_RUN_STEP has no effect: no such option; did you mean GFGEN_RUN_STEPS?"
+    told = "GFGEN_RUN_STEP: no such option; did you mean GFGEN_RUN_STEPS?"
     assert (told in err) == is_told
 
 

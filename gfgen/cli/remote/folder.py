@@ -24,7 +24,7 @@ from gfgen.runtime.files.inbox import REPORT_SUFFIX, SETTLED_S, read_taken
 from gfgen.runtime.files.index import ManifestIndex
 from gfgen.runtime.files.journal import JOURNAL_NAME, left_ids, to_make_again
 from gfgen.runtime.files.lock import holder_of
-from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, WATCHED_NAME
+from gfgen.runtime.files.manifest import SIMULATED, WATCHED_NAME
 from gfgen.session.live import read_live, send_request
 from gfgen.system.wording import counted, in_words, on_clock
 
@@ -229,8 +229,7 @@ class RunFolder:
             left_ids(journal, lines, is_last=True) if is_open and may_differ else lines.ids_with("again")
         )
         left = max(len(left_here), of_run.get("jobs", 0) - ended.total() + ended["again"])
-        most, manifest = left - len(left_here), self._folder / MANIFEST_NAME
-        left_here |= to_make_again(journal, manifest, without=left_here, most=most)
+        left_here.update(to_make_again(self._folder))
         counts -= Counter(line["status"] for job_id in left_here if (line := lines.get(job_id)) is not None)
         counts.pop(SIMULATED, None)
         if record is None and not counts:

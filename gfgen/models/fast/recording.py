@@ -194,10 +194,6 @@ class Graphs:
         """
         return self._in_mode(self._record_now, unentered)
 
-    @property
-    def num_records(self) -> int:
-        return len(self._records)
-
     def clear(self) -> None:
         for key in list(self._records):
             self._drop(key)

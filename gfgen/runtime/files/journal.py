@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.files.index import ManifestIndex
-from gfgen.runtime.files.manifest import ManifestLine, ended_at, read_manifest
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestLine, ended_at, read_manifest
 from gfgen.runtime.files.resume import RunStart
 from gfgen.system.linefile import LineFile
 
@@ -170,28 +170,27 @@ def left_ids(
 
 def num_waiting(path: Path, lines: Mapping[str, ManifestLine]) -> int:
     """Jobs of a journal's last run that have neither arrived nor ended."""
-    last = last_header(path)
+    last = [{}, *headers(path)][-1]
     begun_at = float(last.get("started_at") or 0.0)
-    known = {each["job_id"] for _, each in arrivals(path, is_last=True)}
+    known = {each["job_id"] for at, each in arrivals(path) if at == begun_at}
     known |= {job_id for job_id, line in lines.items() if ended_at(line) > begun_at - 1}
     return max(0, int(last.get("jobs") or 0) - len(known))
 
 
-def to_make_again(path: Path, lines: Path, *, without: Collection[str], most: int) -> set[str]:
-    """At most so many jobs of a manifest that the last run in a journal was to make again, by --force."""
-    if (start := last_header(path).get("forced_from")) is None:
-        return set()
-    made = read_manifest(lines, start=start).keys() | without
-    return set([job_id for job_id in read_manifest(lines) if job_id not in made][:most])
+def to_make_again(folder: Path) -> list[str]:
+    """Finished jobs that the last run in a folder, if it has --force, was to make again and has not."""
+    path, manifest = folder / JOURNAL_NAME, folder / MANIFEST_NAME
+    if (start := [{}, *headers(path)][-1].get("forced_from")) is None:
+        return []
+    lines, made = read_manifest(manifest), read_manifest(manifest, start=start)
+    left = left_ids(path, lines, is_last=True)
+    others = [job_id for job_id, line in lines.items() if not (job_id in made or line.get(SIMULATED))]
+    return sorted(others, key=lambda job_id: job_id not in left)[: len(left) + num_waiting(path, lines)]
 
 
 def first_job_file(path: Path) -> str | None:
     """The job file that the first run in this journal names; None if there is none, or no journal."""
     return next((header["job_file"] for header in headers(path) if header.get("job_file")), None)
-
-
-def last_header(path: Path) -> dict[str, Any]:
-    return next(_entries(path, _HEADER, is_last=True), {})
 
 
 def headers(path: Path) -> Iterator[dict[str, Any]]:

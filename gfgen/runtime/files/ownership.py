@@ -37,15 +37,7 @@ from gfgen.runtime.core.admission import AdmittedJob, with_attempt
 from gfgen.runtime.core.observer import JobInfo, JobOutcome
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.index import ManifestIndex
-from gfgen.runtime.files.journal import (
-    JOURNAL_NAME,
-    arrivals,
-    first_job_file,
-    headers,
-    last_header,
-    left_ids,
-    num_waiting,
-)
+from gfgen.runtime.files.journal import JOURNAL_NAME, arrivals, first_job_file, headers, to_make_again
 from gfgen.runtime.files.manifest import (
     MANIFEST_NAME,
     SIMULATED,
@@ -232,11 +224,9 @@ class Claims:
     def done(self, jobs: Sequence[AdmittedJob]) -> Collection[str]:
         infos, folder = [job.info for job in self._named(jobs)], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
-        if not self.force and last_header(journal := folder / JOURNAL_NAME).get("forced_from") is not None:
-            lines = read_manifest(folder / MANIFEST_NAME)
-            if num_left := len(left_ids(journal, lines, is_last=True)) + num_waiting(journal, lines):
-                left = f"{counted(num_left, 'job')} left: give --force to go on with it"
-                logger.warning("the last run, with --force, has %s", left)
+        if not self.force and (left := to_make_again(folder)):
+            text = "the last run, with --force, has %s left: give --force to go on with it"
+            logger.warning(text, counted(len(left), "job"))
         self.done_ids |= {
             each.job_id
             for each in infos
@@ -247,7 +237,8 @@ class Claims:
 
     def _made_by_force(self, infos: Sequence[JobInfo], path: Path) -> Mapping[str, ManifestLine]:
         """The lines of jobs that stopped runs of this --force have ended; none if it begins."""
-        self.forced_from = last_header(self.output_dir / JOURNAL_NAME).get("forced_from")
+        before = [header.get("forced_from") for header in headers(self.output_dir / JOURNAL_NAME)]
+        self.forced_from = before[-1] if before else None
         lines = {} if self.forced_from is None else read_manifest(path, start=self.forced_from)
         lines = {job_id: line for job_id, line in lines.items() if line.get("status") != "again"}
         has_ended = (lines.get(info.job_id, {}).get("spec_hash") == info.spec_hash for info in infos)

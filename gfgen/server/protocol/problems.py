@@ -125,7 +125,6 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     A null says as much as leaving the field out.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    known = _known(model)
     job = model.job_of(given)
     problems = [Problem(None, name, None, "missing") for name in model.required if name not in job]
     _, of_job = parse_fields({"prompt": "an example", **job}, images=NO_PATHS)
@@ -135,7 +134,7 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
         found = model.model_validate(own, context=job)
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
-    problems += [_not_a_field(name, model) for name in given if name not in known]
+    problems += [_not_a_field(name, model) for name in given if name not in _known(model)]
     if problems:
         raise refused(problems, status=400)
     return found
@@ -151,9 +150,8 @@ def opened(model: type[R], values: Mapping[str, Any], *, is_strict: bool) -> tup
     if is_strict and warnings:
         raise ApiError(400, "; ".join(warnings))
     if not is_strict:
-        known = _known(model)
+        known = {*_known(model), *VARIATION_FIELDS}
         unknown = [name for name, value in given.items() if name not in known and value is not None]
-        unknown = [name for name in unknown if name not in VARIATION_FIELDS]
         warnings += [str(_not_a_field(name, model, then=", ignored")) for name in unknown]
         given = {name: value for name, value in given.items() if name not in unknown}
     return checked(model, given), warnings
