@@ -19,8 +19,6 @@ import click
 from gfgen.errors import InputError, nearest
 from gfgen.system.home import home
 
-logger = logging.getLogger(__name__)
-
 LOCAL_NAME, RECIPES = "gfgen.toml", "recipes"
 PAGES = "Pages in docs/ come with gfgen's source code, not with its wheels."
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
@@ -214,7 +212,7 @@ def tell_of_variables(context: click.Context) -> None:
     """Log which GFGEN_COMMAND_ variables name no option of this command."""
     for fault in _unknown_variables({"": context.command}):
         if fault.startswith(f"GFGEN_{context.command.name}_".upper()):
-            logger.warning("%s", fault)
+            logging.getLogger(__name__).warning("%s", fault)
 
 
 def _variables(option: click.Option) -> Sequence[str]:

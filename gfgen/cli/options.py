@@ -159,11 +159,6 @@ def _taken(fields: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_typed(name: str) -> bool:
-    """Whether the command line has this option: defaults in files are for other commands, too."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
 def given_in(options: Any, *names: str) -> str | None:
     """The first of these options, or of all in the dataclass, that has not its default."""
     for name, each in _fields_of(type(options)).items():
@@ -308,9 +303,11 @@ class RankOptions(AskedRanks):
     def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
         """These ranks on this machine, `cpu_ranks` without GPUs. Raises: InputError if it has fewer GPUs."""
         ranks = self.here(cpu_ranks=cpu_ranks, gpus=self.gpus)
-        if not ranks.are_on_gpus and is_typed("graphs"):
-            word = "--graphs" if self.graphs else "--no-graphs"
-            logger.warning("%s has no effect on CPU ranks, which launch no kernels", word)
+        if not ranks.are_on_gpus:
+            source = click.get_current_context().get_parameter_source("graphs")
+            if source is ParameterSource.COMMANDLINE:
+                word = "--graphs" if self.graphs else "--no-graphs"
+                logger.warning("%s has no effect on CPU ranks, which launch no kernels", word)
         if self.offload:
             logger.warning("--offload has no effect any more: gfgen streams what does not fit on a GPU")
         return ranks

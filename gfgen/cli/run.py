@@ -150,8 +150,6 @@ def run(given: Arguments) -> int:
         _check_watching(given)
     if given.keep_if is None and opt.given_in(given, "again"):
         raise click.UsageError("--again goes with --keep-if")
-    if opt.is_typed("hook_timeout_s") and not opt.given_in(given, "keep_if", "on_file", "on_done"):
-        logger.warning("--hook-timeout has no effect without --keep-if, --on-file and --on-done")
     source = None if watch is not None else jobs.source()
     name = _name_of(jobs, watch)
     cluster.check({"--gpus": given.ranks.gpus is not None})

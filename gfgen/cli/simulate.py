@@ -200,12 +200,6 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
         for folder in held:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise OutputError(
-                    f"cannot write {folder}: {error.strerror}; choose another --output"
-                ) from None
             stack.enter_context(hold_folder(folder))
             check_own(folder / MANIFEST_NAME)
             check_no_run(folder)

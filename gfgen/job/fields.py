@@ -430,9 +430,11 @@ def _parse_one_lora(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused("give one of path and name" if given else "path is missing")
     parsed: dict[str, Any] = {given[0]: _parse_path(given[0], entry[given[0]]), "scale": 1.0}
     if (scale := entry.get("scale")) is not None:
-        if not -MAX_LORA_SCALE <= _number(scale, -math.inf, math.inf) <= MAX_LORA_SCALE:
-            raise Refused(f"scale is {shown(scale)}; from {-MAX_LORA_SCALE} to {MAX_LORA_SCALE} is accepted")
-        parsed["scale"] = float(scale)
+        try:
+            parsed["scale"] = float(_number(scale, -MAX_LORA_SCALE, MAX_LORA_SCALE))
+        except Refused as refused:
+            why = str(refused) or f"from {-MAX_LORA_SCALE} to {MAX_LORA_SCALE} is accepted"
+            raise Refused(f"scale is {shown(scale)}; {why}") from None
     for name in ("file", "target"):
         if (text := entry.get(name)) is not None:
             parsed[name] = _parse_path(name, text)

@@ -389,18 +389,24 @@ OF_KOHYA = dict(n="negative_prompt", w="width", h="height", d="seed", s="steps",
 SUFFIX = ".safetensors"
 _TEXTS = ("prompt", "negative_prompt", "scheduler", "model")
 _OPTION = re.compile(r"(?:^|\s)--([A-Za-z]\w*)(?=\s|$)")
-PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
+_PATCH = re.compile(r"<lora:([^<>:]+)(?::([^<>:]*))?>")
 
 
 def with_loras(job: Mapping[str, Any], folder: Path, *, usual: object) -> Mapping[str, Any]:
-    """The job with the files of a folder that its prompt names, <lora:ink:0.8>, in place of `usual` ones."""
-    if not isinstance(prompt := job.get("prompt"), str) or not (loras := PATCH.findall(prompt)):
-        return job
+    """The job with the files of a folder that its prompt names, in place of `usual` ones."""
+    prompt, named = patches_in(job.get("prompt"))
     own = None if (given := job.get("lora")) is usual else given
-    files = [(f"{name.removesuffix(SUFFIX)}{SUFFIX}", scale or "1") for name, scale in loras]
-    named = [{"path": str(folder / file), "scale": number_of(scale)} for file, scale in files]
-    every = [*(own if isinstance(own, list) else [] if own is None else [own]), *named]
-    return {**job, "prompt": " ".join(PATCH.sub("", prompt).split()), "lora": every}
+    every = [*(own if isinstance(own, list) else [] if own is None else [own])]
+    for name, scale in named:
+        every.append({"path": str(folder / f"{name.removesuffix(SUFFIX)}{SUFFIX}"), "scale": scale})
+    return {**job, "prompt": prompt, "lora": every} if named else job
+
+
+def patches_in(prompt: Any) -> tuple[Any, Sequence[tuple[str, int | float | str]]]:
+    """A prompt without <lora:ink:0.8>, and the names and scales of these."""
+    found = _PATCH.findall(prompt) if isinstance(prompt, str) else ()
+    named = [(name, number_of(scale or "1")) for name, scale in found]
+    return " ".join(_PATCH.sub("", prompt).split()) if named else prompt, named
 
 
 @dataclass(slots=True)

@@ -51,22 +51,6 @@ def test_offload_is_accepted_and_said_to_have_no_effect(monkeypatch: pytest.Monk
     assert result.output.count("--offload has no effect any more") == 1
 
 
-TIMEOUT = ("--hook-timeout", "5s")
-
-
-@pytest.mark.parametrize(
-    ("more", "is_told"), [(TIMEOUT, True), ((*TIMEOUT, "--on-done", "true"), False), ((), False)]
-)
-def test_a_timeout_of_hooks_has_no_effect_without_one(
-    more: tuple[str, ...], is_told: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gfgen.cli.run.run_jobs", lambda *_, **__: Summary())
-    given = ["run", "-", "--device", "cpu", *more]
-    result = CliRunner().invoke(cli, given, input='{"prompt": "a fox"}', obj={"debug": False})
-    assert ("--hook-timeout has no effect" in result.output) == is_told, result.output
-
-
 def test_recorded_commands_say_so_where_steps_are_not_graphs() -> None:
     assert Ranks(GPUS).words == ()
     assert Ranks(GPUS, has_random_weights=True, has_graphs=False).words == ("--random-weights", "--no-graphs")

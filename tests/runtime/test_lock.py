@@ -112,8 +112,9 @@ def test_a_file_that_was_removed_under_its_holder_can_be_locked_anew(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OutputError, match=r"cannot write .*choose another --output"):
-        hold_folder(tmp_path / "nowhere").__enter__()
+        hold_folder(tmp_path / "file").__enter__()
 
 
 NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL]

@@ -26,7 +26,7 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.cli import options as opt
-from gfgen.cli.bench.paper import paper
+from gfgen.cli.bench.paper import deadlines_option, paper
 from gfgen.cli.bench.runs import kinds_of, on_workers, predicted, simulated, traced
 from gfgen.cli.shown.picture import RunFigures, draw_runs, save_figure
 from gfgen.errors import InputError, InterruptedRunError
@@ -107,12 +107,7 @@ class Workload:
     )
     seed: int = opt.option("Seed for arrivals and prompts.", type=int, default=1)
     num_jobs: int | None = opt.option("Number of jobs.", "--jobs", type=click.IntRange(1, 100_000))
-    deadlines_from: int = opt.option(
-        "Deadlines are multiples of the time that a job takes alone on N ranks.",
-        type=opt.RANKS,
-        default=1,
-        metavar="N",
-    )
+    deadlines_from: int = deadlines_option()
     timeout: float | None = opt.option(
         "A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
         type=opt.FiniteRange(0.1),

@@ -37,6 +37,8 @@ from gfgen.system.wording import counted
 MODELS, REAL_MODELS = ("wan2.2-ti2v-5b", "qwen-image"), ("tiny-wan",)
 GRID = "grid"
 STORED = Path(figures_of_paper.__file__).parent / "grid.json"
+DEADLINES = "Deadlines are multiples of the time that a job takes alone on N ranks."
+deadlines_option = partial(opt.option, DEADLINES, type=opt.RANKS, default=1, metavar="N")
 MOST_LOST = 0.02
 """Attainment that `auto` may lose at a point before --check fails."""
 
@@ -70,12 +72,7 @@ class Arguments:
         type=click.IntRange(1, MAX_STEPS),
     )
     load: float = opt.option("Load of figures 6, 7 and 11.", type=opt.FiniteRange(0.01, 100), default=0.9)
-    deadlines_from: int = opt.option(
-        "Deadlines are multiples of the time that a job takes alone on N ranks.",
-        type=opt.RANKS,
-        default=1,
-        metavar="N",
-    )
+    deadlines_from: int = deadlines_option()
     further: tuple[str, ...] = opt.option(
         "Policy beside the paper's, as of bench compare. Repeatable.",
         "--policy",

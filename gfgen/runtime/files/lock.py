@@ -75,6 +75,7 @@ def _lock(path: Path) -> tuple[int, int]:
     deadline_s = time.monotonic() + ORPHANS_S
     while True:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except PermissionError:  # a killed run of another user has left it

@@ -23,7 +23,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from gfgen.job.fields import MAX_STEPS
-from gfgen.job.inputs import PATCH
+from gfgen.job.inputs import patches_in
 from gfgen.job.samplers import SCHEDULES, known_sampler
 from gfgen.job.spec import RANDOM_SEED, UPSCALE_FIELDS, drawn
 from gfgen.job.weighted import AUTO
@@ -99,11 +99,11 @@ class A1111Request(AskedPictures):
 
     @property
     def job(self) -> dict[str, Any]:
-        """Raises: ApiError for an unknown sampler, and for a scale of a LoRA that is no number."""
+        """Raises: ApiError for an unknown sampler."""
         job = {**super().job, "tag": TAG, "scheduler": self._sampler}
-        if patches := PATCH.findall(job["prompt"]):
-            job["lora"] = [{"name": name, "scale": _scale(name, scale)} for name, scale in patches]
-            job["prompt"] = " ".join(PATCH.sub("", job["prompt"]).split())
+        job["prompt"], patches = patches_in(job["prompt"])
+        if patches:
+            job["lora"] = [{"name": name, "scale": scale} for name, scale in patches]
         if importlib.util.find_spec("compel") is not None:  # without it weights get a warning
             job["prompt_syntax"] = AUTO
         if self.enable_hr:
@@ -163,13 +163,6 @@ def _unused(values: Mapping[str, Any], only: Mapping[str, Any]) -> list[str]:
         for name, value in values.items()
         if value is not None and (name not in only or value != only[name])
     ]
-
-
-def _scale(name: str, text: str) -> float:
-    try:
-        return float(text or 1)
-    except ValueError:
-        raise bad("prompt", f"<lora:{name[:80]}:{text[:20]}>: the scale is no number") from None
 
 
 class A1111Images(ResponseModel):
