@@ -22,8 +22,8 @@ from gfgen.system.home import home
 LOCAL_NAME, RECIPES = "gfgen.toml", "recipes"
 PAGES = "Pages in docs/ come with gfgen's source code, not with its wheels."
 NOT_SET = frozenset({"prompt", "help", "version", "yes"})
-_OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_COMPLETE")
-"""Variables of no option: the folder of caches, and shell completion (click)."""
+_OTHER_VARIABLES = ("GFGEN_CACHE", "GFGEN_PREPARED", "GFGEN_COMPLETE")
+"""Variables of no option: folders of caches, and shell completion (click)."""
 
 
 def config_paths() -> tuple[Path, ...]:
@@ -198,21 +198,21 @@ def _check_names(files: Sequence[ConfigFile], commands: Mapping[str, click.Comma
                 raise InputError(f"{file.path}: {name}: {_hint(name.replace('_', '-'), near)}")
 
 
-def _unknown_variables(commands: Mapping[str, click.Command]) -> Iterator[str]:
-    """A line for each GFGEN_ variable that nothing reads."""
+def _unknown_variables(commands: Mapping[str, click.Command], *, prefix: str = "GFGEN_") -> Iterator[str]:
+    """A line for each variable of this prefix that none of the commands reads."""
     known = {name: None for command in commands.values() for option in options_of(command).values()
              for name in _variables(option)}  # fmt: skip
     for name in sorted(os.environ):
-        is_ours = name.startswith("GFGEN_") and not name.startswith("GFGEN_TEST_")
+        is_ours = name.startswith(prefix) and not name.startswith("GFGEN_TEST_")
         if is_ours and name not in known and name not in _OTHER_VARIABLES:
             yield f"{name}: {_hint(name, known)}"
 
 
 def tell_of_variables(context: click.Context) -> None:
     """Log which GFGEN_COMMAND_ variables name no option of this command."""
-    for fault in _unknown_variables({"": context.command}):
-        if fault.startswith(f"GFGEN_{context.command.name}_".upper()):
-            logging.getLogger(__name__).warning("%s", fault)
+    own = f"GFGEN_{context.command.name}_".upper()
+    for fault in _unknown_variables({"": context.command}, prefix=own):
+        logging.getLogger(__name__).warning("%s", fault)
 
 
 def _variables(option: click.Option) -> Sequence[str]:

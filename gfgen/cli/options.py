@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from gfgen import log
-from gfgen.cli.config import name_of, own_recipes, tell_of_variables
+from gfgen.cli.config import name_of, own_recipes
 from gfgen.errors import InputError
 from gfgen.job.fields import parse_duration
 from gfgen.job.reader import JobSource
@@ -334,7 +334,6 @@ class LogOptions:
 def configure_log(level: str) -> None:
     """Log to standard error from this level on; with --debug, log everything."""
     log.configure(level="debug" if _is_debug() else level)
-    tell_of_variables(click.get_current_context())
 
 
 def _is_debug() -> bool:

@@ -263,7 +263,6 @@ class _Unfinished:
         """Raises: InputError where the file cannot be written."""
         samples = {key: asdict(each) for key, each in self.measured.items()}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps({"stamp": self._stamp, "samples": samples}))
         except OSError as error:
             folder = self._path.parent

@@ -100,7 +100,7 @@ def admit_jobs(
     can_repeat = "-" not in source.files and all(path.is_file() for path in source.paths)
     if can_repeat and not looks_at_all and (is_long or (options.output_dir / INDEX_NAME).exists()):
         claims.index = ManifestIndex(options.output_dir, is_kept=True)
-        context = f"{version('gfgen')} {options.model} {options.ranks.has_random_weights} "
+        context = f"{version('gfgen')} {options.model} {options.ranks.has_random_weights}{source.lora_folder}"
         source = replace(source, index=claims.index, context=context)
     try:
         found = judge(source, admission, claims=claims, has_bar=has_bar(options))

@@ -125,8 +125,7 @@ def simulate(given: Arguments) -> int:
     """
     opt.configure_log("warning")
     nodes, output, assumed = given.nodes, given.output, given.assumed
-    if nodes and (assumed.memory or output):
-        name = "--memory" if assumed.memory else "--output"
+    if nodes and (name := opt.given_in(assumed, "memory") or opt.given_in(given, "output")):
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     named = [load_policy(text) for text in dict.fromkeys(given.policies)]
     room = assumed.room(given.jobs.source())
@@ -328,8 +327,7 @@ class FoundPlan:
 def planned(source: JobSource, given: PlanArguments) -> FoundPlan:
     """Raises: InputError for jobs, or if no profile can predict them."""
     nodes, ranks, assumed, now = given.nodes, given.ranks, given.assumed, time.time()
-    if nodes and (assumed.memory or ranks):
-        name = "--memory" if assumed.memory else "--ranks"
+    if nodes and (name := opt.given_in(assumed, "memory") or opt.given_in(given, "ranks")):
         raise click.UsageError(f"{name} goes with one machine; leave out --nodes")
     started_at = now if given.at is None else closing_at(given.at, now=now, option="--at")
     by_s = None if given.by is None else closing_at(given.by, now=started_at, option="--by") - started_at

@@ -396,9 +396,9 @@ def with_loras(job: Mapping[str, Any], folder: Path, *, usual: object) -> Mappin
     """The job with the files of a folder that its prompt names, in place of `usual` ones."""
     prompt, named = patches_in(job.get("prompt"))
     own = None if (given := job.get("lora")) is usual else given
-    every = [*(own if isinstance(own, list) else [] if own is None else [own])]
-    for name, scale in named:
-        every.append({"path": str(folder / f"{name.removesuffix(SUFFIX)}{SUFFIX}"), "scale": scale})
+    every = own if isinstance(own, list) else [] if own is None else [own]
+    files = [(f"{folder / name.removesuffix(SUFFIX)}{SUFFIX}", scale) for name, scale in named]
+    every = [*every, *({"path": path, "scale": scale} for path, scale in files)]
     return {**job, "prompt": prompt, "lora": every} if named else job
 
 

@@ -438,8 +438,7 @@ class JobSource:
         syntax = {**self.fallbacks, **self.overrides}.get("prompt_syntax") or AUTO
         jobs = _JobList(self)
         if not (self.only or self.tags or self.limit):
-            options = f"{self.overrides}{self.fallbacks}{self.lora_folder or ''}"
-            jobs.index, jobs.context = self.index, self.context + options
+            jobs.index, jobs.context = self.index, f"{self.context}{self.overrides}{self.fallbacks}"
         kinds: list[tuple[str, str]] = []
         defaults: list[tuple[str, Mapping[str, Any]]] = []
         are_several = len(files) + bool(self.prompts) > 1

@@ -20,6 +20,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise OutputError(_explain(path, error)) from error

@@ -179,6 +179,12 @@ def test_config_names_mistyped_variables(capsys, folder, monkeypatch):
     assert err == "gfgen: GFGEN_POLCY: no such option; did you mean GFGEN_POLICY?\n"
 
 
+def test_config_knows_the_variables_of_caches(capsys, folder, monkeypatch):
+    for name in ("GFGEN_CACHE", "GFGEN_PREPARED"):
+        monkeypatch.setenv(name, str(folder))
+    assert gfgen(capsys, "config")[0] == 0
+
+
 @pytest.mark.parametrize(("name", "is_told"), [("GFGEN_RUN_STEP", True), ("GFGEN_RUN_STEPS", False)])
 def test_a_run_tells_of_a_mistyped_variable(capsys, folder, monkeypatch, name, is_told):
     monkeypatch.setenv(name, "3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from ctypes import Structure, c_int, c_uint32, c_uint64
@@ -304,13 +305,30 @@ def transfer(ranks: CudaRanks, sizes: list[int], *, source: int = 0, target: int
     return [ranks.result(source), ranks.result(target)]
 
 
+def revive(ranks: CudaRanks, rank: int) -> None:
+    """Start the successor of a killed rank, and introduce it to the others."""
+    ranks.incarnations[rank] += 1
+    for fds in (ranks.control_fds, ranks.arena_fds, ranks.host_fds):
+        if rank in fds:
+            os.close(fds.pop(rank))
+    ranks._start(rank)
+    ranks._take_arena(rank)
+    ranks._introduce(rank)
+    ranks.result(rank)
+    for peer in ranks.processes:
+        if peer != rank:
+            ranks.pipes[peer].send(("map", (rank, ranks.incarnations[rank])))
+            ranks._send(peer, ranks._arena(rank, source=peer))
+            ranks.result(peer)
+
+
 def transfer_after_death(ranks: CudaRanks) -> list[int]:
     """Between rank 0 and the successor of a killed rank 1, to and fro: wrong items."""
     sizes = [1, 100, 16384]
     wrong = transfer(ranks, sizes)
     ranks.kill(1)
     ranks.run((0,), restart, [])
-    ranks.revive(1)
+    revive(ranks, 1)
     there = transfer(ranks, sizes)
     back = transfer(ranks, sizes, source=1, target=0)
     return [sum(counts) for counts in zip(wrong, there, reversed(back), strict=True)]

@@ -101,7 +101,7 @@ def survives(ranks: CudaRanks, failed: list[tuple[str, str, int]], dead: int) ->
     ranks.run(others, programs.restart, list(others))
     if len(others) > 1:
         assert all_work(ranks, others)
-    ranks.revive(dead)
+    programs.revive(ranks, dead)
     assert all_work(ranks, tuple(range(NUM_RANKS)))
 
 

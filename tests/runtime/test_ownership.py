@@ -268,7 +268,7 @@ def test_a_force_with_jobs_left_is_told_to_runs_without_it(
     Journal(folder / "journal.jsonl", header=header).close()
     jobs = [make_job("fox"), make_job("owl")]
     assert Claims(output_dir=folder, job_file=NIGHT).done(jobs) == {"fox", "owl"}
-    assert "with --force, has 2 jobs left: give --force" in caplog.text
+    assert "had --force and 2 left: give --force" in caplog.text
     caplog.clear()
     Journal(folder / "journal.jsonl", header={"started_at": 5e9, "jobs": 0, "forced_from": None}).close()
     Claims(output_dir=folder, job_file=NIGHT).done(jobs)

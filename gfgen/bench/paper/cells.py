@@ -124,7 +124,6 @@ class CellStore:
     def keep(self, cell: Cell, run: PolicyRun) -> Found:
         found = found_of(cell, run)
         content = {**asdict(found), "place": asdict(self.place), "versions": versions()}
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{cell.name}.json"
         write_whole(path, json.dumps(content, indent=1) + "\n")
         return found

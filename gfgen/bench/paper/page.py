@@ -47,7 +47,6 @@ def write_page(folder: Path, head: str, sections: Sequence[Section]) -> list[str
         **{f"figure-{name}.png": picture for name, picture in drawn.items()},
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         _check_own(folder)
         for name, content in files.items():
             write_whole(folder / name, content)

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,10 @@ class Workload:
     profile_path: Path | None = opt.profile_option()
 
     def options(self, *, num_jobs: int, num_ranks: int, minutes: float | None = None) -> WorkloadOptions:
+        same = {name: getattr(self, name) for name in ("load", "seed", "deadlines_from", "steps")}
+        num_jobs = self.num_jobs or num_jobs
         return WorkloadOptions(
-            load=self.load,
-            seed=self.seed,
-            num_jobs=self.num_jobs or num_jobs,
-            num_ranks=num_ranks,
-            deadlines_from=self.deadlines_from,
-            timeout_s=self.timeout,
-            minutes=minutes,
-            steps=self.steps,
+            num_jobs=num_jobs, num_ranks=num_ranks, timeout_s=self.timeout, minutes=minutes, **same
         )
 
 
@@ -250,8 +245,6 @@ def compare(given: Arguments) -> int:
     If a policy cannot run the workload, the table says so and the exit code is 1. Ctrl-C keeps finished runs.
     """
     log.configure(level="warning")
-    if given.is_simulated and (unused := opt.given_in(replace(given.ranks, ranks=None))):
-        click.echo(f"{unused} has no effect with --simulate", err=True)
     began_s = time.monotonic()
     asked, name, output = given.workload, given.name, given.output
     ranked = None if given.is_simulated else given.ranks.found(cpu_ranks=REAL_RANKS)

@@ -120,21 +120,6 @@ class CudaRanks:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
 
-    def revive(self, rank: int) -> None:
-        self.incarnations[rank] += 1
-        for fds in (self.control_fds, self.arena_fds, self.host_fds):
-            if rank in fds:
-                os.close(fds.pop(rank))
-        self._start(rank)
-        self._take_arena(rank)
-        self._introduce(rank)
-        self.result(rank)
-        for peer in self.processes:
-            if peer != rank:
-                self.pipes[peer].send(("map", (rank, self.incarnations[rank])))
-                self._send(peer, self._arena(rank, source=peer))
-                self.result(peer)
-
     def close(self) -> None:
         for rank, process in self.processes.items():
             if process.is_alive():

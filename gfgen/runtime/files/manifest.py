@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError, OutputError
+from gfgen.errors import InputError
 from gfgen.job.spec import PIPELINE_FIELDS, SCALE_FIELDS, JobSpec, numbered_name
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
@@ -44,10 +44,6 @@ class ManifestWriter(Observer):
         self._now = now
         self._is_simulated = is_simulated
         self._made_with = made_with
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
         self._lines = LineFile(path)
         self._written: list[str] = []
 

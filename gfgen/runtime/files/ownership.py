@@ -51,7 +51,6 @@ from gfgen.runtime.files.manifest import (
 )
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
 from gfgen.system.linefile import check_appendable
-from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +224,7 @@ class Claims:
         infos, folder = [job.info for job in self._named(jobs)], self.output_dir
         entries = self._made_by_force(infos, folder / MANIFEST_NAME) if self.force else self.entries
         if not self.force and (left := to_make_again(folder)):
-            text = "the last run, with --force, has %s left: give --force to go on with it"
-            logger.warning(text, counted(len(left), "job"))
+            logger.warning("the last run had --force and %d left: give --force to go on with it", len(left))
         self.done_ids |= {
             each.job_id
             for each in infos
