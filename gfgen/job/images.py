@@ -197,8 +197,13 @@ def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
         yield picture
 
 
-def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
-    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits."""
+def as_rgb(
+    picture: Image.Image, *, background: str | None = None, has_alpha: bool = False, is_mask: bool = False
+) -> Image.Image:
+    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits.
+
+    A mask is as diffusers takes it: its transparent pixels have the colour that they hide.
+    """
     import numpy as np
     from PIL import Image
 
@@ -207,7 +212,7 @@ def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bo
         picture = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
     if has_alpha:
         return picture.convert("RGBA")
-    if not _is_transparent(picture):
+    if is_mask or not _is_transparent(picture):
         return picture.convert("RGB")
     below = Image.new("RGBA", picture.size, background or "white")
     return Image.alpha_composite(below, picture.convert("RGBA")).convert("RGB")
@@ -231,6 +236,7 @@ def _white_of(picture: Image.Image) -> float:
 
 RATE = "frames of a video count once each, so at another `fps` it plays faster or slower"
 TRANSPARENT = "transparent pixels become white; `background` gives them another colour"
+TRANSPARENT_MASK = "transparent pixels of a mask have the colour that they hide, which is mostly black"
 
 
 def takes_frames(argument: str) -> bool:
@@ -270,14 +276,15 @@ def _remarks_on_picture(path: Path, argument: str) -> Iterator[Warned]:
         if picture.mode in ("I", "F"):
             white = f"{path.name}: {_white_of(picture):g} is taken for white"
             yield Warned("numbers in a picture whose format does not say what is white", white)
-        if "mask" in argument and not (moves or any(as_rgb(picture).convert("L").histogram()[128:])):
+        is_mask = "mask" in argument
+        if is_mask and not (moves or any(as_rgb(picture, is_mask=True).convert("L").histogram()[128:])):
             yield Warned("a mask without light pixels selects nothing", path.name)
         if not moves and not picture.has_transparency_data:
             return  # it need not be decoded
         frames = itertools.islice(frames_of(picture), None if moves else 1)
         found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
         if any(is_transparent for is_transparent, _ in found):
-            yield Warned(TRANSPARENT, path.name)
+            yield Warned(TRANSPARENT_MASK if is_mask else TRANSPARENT, path.name)
         if len(times := {time for _, time in found}) > 1:
             detail = f"{path.name}: {min(times)} to {max(times)} ms"
             yield Warned("frames of uneven times count once each", detail)
@@ -415,6 +422,8 @@ def _check_numbers(path: Path) -> None:
         start = 8 + (length := int.from_bytes(file.read(8), "little"))
         entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
     content = np.memmap(path, mode="r")
+    alphas = {name: entries[name]["data_offsets"] for name in entries if name.endswith("alpha")}
+    off = tuple(name[:-5] for name, (begin, end) in alphas.items() if not content[start:][begin:end].any())
     has_effect = []
     for name, entry in entries.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
@@ -422,10 +431,11 @@ def _check_numbers(path: Path) -> None:
             bits = content[begin:end].view(kind[0])
             if np.any((bits & kind[1]) == kind[1]):
                 raise LoraError(f"{path}: {name} has NaN or infinity")
-            if _UP.search(name):
-                has_effect.append(np.any(bits << 1))  # without signs
+            if up := _UP.search(name):
+                is_off = up[0] in ("lora_B", "up.") and name.startswith(off)
+                has_effect.append(not is_off and np.any(bits << 1))  # without signs
         elif not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
     if has_effect and not any(has_effect):
-        raise LoraError(f"{path}: has no effect, because its second factors are all 0, as before training")
+        raise LoraError(f"{path}: has no effect, because its second factors or alphas are all 0")

@@ -387,7 +387,8 @@ def given_files(spec: JobSpec, *, has_alpha: bool) -> dict[str, Any]:
     if spec.image is not None:
         found["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
     return found | {
-        name: _load(name, path, hashes.get(name), **colours) for name, path in (spec.files or {}).items()
+        name: _load(name, path, hashes.get(name), is_mask="mask" in name, **colours)
+        for name, path in (spec.files or {}).items()
     }
 
 
