@@ -105,6 +105,7 @@ class PipelineGeometry:
     has_clip: bool = False
     has_alpha: bool = False
     shifts_by_size: bool = False
+    prediction: str = "epsilon"
 
     @property
     def family(self) -> str:
@@ -130,6 +131,7 @@ class PipelineGeometry:
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
         problems += rules.shift_problems(spec, self.scheduler_class, shifts_by_size=self.shifts_by_size)
+        problems += rules.prediction_problems(spec, self.prediction)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
@@ -250,7 +252,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
     if several := [x for x in checkpoint.configs if _SEVERAL.search(checkpoint.class_of(x) or "")]:
         raise ModelError(f"{where}: {several[0]} is several networks, which are not read; give one of them")
-    vae = checkpoint.configs.get("vae", {})
+    vae, scheduler = (checkpoint.configs.get(name, {}) for name in ("vae", "scheduler"))
     return PipelineGeometry(
         multiple=size_multiple(checkpoint, methods_of(checkpoint.pipeline_class, source=source)),
         signature=signature,
@@ -259,7 +261,8 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
         has_alpha=4 == vae.get("input_channels", vae.get("in_channels")) == vae.get("out_channels", 4),
-        shifts_by_size=bool(checkpoint.configs.get("scheduler", {}).get("use_dynamic_shifting")),
+        shifts_by_size=bool(scheduler.get("use_dynamic_shifting")),
+        prediction=str(scheduler.get("prediction_type", "epsilon")),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),

@@ -172,6 +172,15 @@ def shift_problems(spec: JobSpec, own_class: str | None, *, shifts_by_size: bool
             yield Problem.of(f"scheduler.{name}", shown(options[name]), reason)
 
 
+def prediction_problems(spec: JobSpec, own: str) -> Iterator[Problem]:
+    """Noise levels of flow for outputs that are taken for something else, which make noise."""
+    options = {"prediction_type": own, **(spec.scheduler or {})}
+    if options.get("use_flow_sigmas") is True and options["prediction_type"] != "flow_prediction":
+        reason = f"prediction_type is {options['prediction_type']}; leave it out, or give"
+        reason += ' "prediction_type": "flow_prediction" if the model predicts flow'
+        yield Problem.of("scheduler.use_flow_sigmas", "true", reason)
+
+
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
     """What a model that predicts flow refuses of `files`, `args`, `scheduler` and `sigmas`."""
     yield from useless(spec, "files", "this model takes no other files; leave it out")
