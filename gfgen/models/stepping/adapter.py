@@ -171,8 +171,9 @@ class PipelineAdapter(Adapter):
         output = self._call(spec, is_second=bool(second.scalars)).decode(latents)
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             logger.error("job %s: the model's safety checker made a picture black; try another seed", spec.id)
-        frames = as_frames(output, per_sample=spec.sample_bytes)
-        made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
+        pictures = _floats(output)
+        frames = to_uint8(pictures.movedim(-1, 1), per_sample=spec.sample_bytes)
+        made = Fields({"frames": frames, PIXEL_SUM: pictures.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
             made.tensors[SOUND], made.scalars[SOUND_RATE] = sound_CS, self._sound_rate()
         return made
@@ -409,6 +410,10 @@ def as_frames(output: Any, *, per_sample: int = 1) -> torch.Tensor:
 
     C is 3, or 4 with alpha, times the bytes per sample.
     """
+    return to_uint8(_floats(output).movedim(-1, 1), per_sample=per_sample)
+
+
+def _floats(output: Any) -> torch.Tensor:
     values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
     found = next((value for value in values if value is not None), None)
     if found is None:
@@ -418,9 +423,7 @@ def as_frames(output: Any, *, per_sample: int = 1) -> torch.Tensor:
     else:
         pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
     pictures = pictures.reshape(-1, *pictures.shape[-3:])[..., :4]
-    if pictures.dtype == torch.uint8:
-        pictures = pictures / 255
-    return to_uint8(pictures.movedim(-1, 1), per_sample=per_sample)
+    return pictures / 255 if pictures.dtype == torch.uint8 else pictures
 
 
 def _sound(output: Any) -> torch.Tensor | None:
