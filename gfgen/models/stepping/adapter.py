@@ -459,7 +459,8 @@ def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str)
     texts = {"": arguments["prompt"], "negative_": arguments.get("negative_prompt")}
     if is_large and texts["negative_"] is None and pipeline.config.get("force_zeros_for_empty_prompt"):
         del texts["negative_"]  # the call makes zeros
-    parts = [weighted(text or "") for text in texts.values()]
+    expand = getattr(pipeline, "maybe_convert_prompt", lambda text, _: text)  # words of several vectors
+    parts = [weighted(expand(text or "", pipeline.tokenizer)) for text in texts.values()]
     options = {"returned_embeddings_type": kind, "truncate_long_prompts": False, "device": device}
     makers = []  # new for each job: they keep an embedding, which LoRAs change
     for end in ("", "_2"):
