@@ -197,13 +197,8 @@ def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
         yield picture
 
 
-def as_rgb(
-    picture: Image.Image, *, background: str | None = None, has_alpha: bool = False, is_mask: bool = False
-) -> Image.Image:
-    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits.
-
-    A mask is as diffusers takes it: its transparent pixels have the colour that they hide.
-    """
+def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
+    """As RGB, with a colour (None: white, "": the one that they hide) for transparent pixels, or as RGBA."""
     import numpy as np
     from PIL import Image
 
@@ -212,7 +207,7 @@ def as_rgb(
         picture = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
     if has_alpha:
         return picture.convert("RGBA")
-    if is_mask or not _is_transparent(picture):
+    if background == "" or not _is_transparent(picture):
         return picture.convert("RGB")
     below = Image.new("RGBA", picture.size, background or "white")
     return Image.alpha_composite(below, picture.convert("RGBA")).convert("RGB")
@@ -277,7 +272,7 @@ def _remarks_on_picture(path: Path, argument: str) -> Iterator[Warned]:
             white = f"{path.name}: {_white_of(picture):g} is taken for white"
             yield Warned("numbers in a picture whose format does not say what is white", white)
         is_mask = "mask" in argument
-        if is_mask and not (moves or any(as_rgb(picture, is_mask=True).convert("L").histogram()[128:])):
+        if is_mask and not (moves or any(as_rgb(picture, background="").convert("L").histogram()[128:])):
             yield Warned("a mask without light pixels selects nothing", path.name)
         if not moves and not picture.has_transparency_data:
             return  # it need not be decoded
@@ -313,8 +308,8 @@ MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that d
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _UP = re.compile(r"lora_B|up\.|lokr_w2(?!_a)|\.diff(_b)?$")
 """In names of tensors of which one that is not 0 changes a weight."""
-_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
-_EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
+EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
+EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
 """By type of number: how its bits are read, and those that are all set in NaN and infinity."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 NO_PICKLE = "is a pickle, which can run code when it is read; convert it to .safetensors"
@@ -427,7 +422,7 @@ def _check_numbers(path: Path) -> None:
     has_effect = []
     for name, entry in entries.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
-        if (kind := _EXPONENTS.get(entry["dtype"])) is not None:
+        if (kind := EXPONENTS.get(entry["dtype"])) is not None:
             bits = content[begin:end].view(kind[0])
             if np.any((bits & kind[1]) == kind[1]):
                 raise LoraError(f"{path}: {name} has NaN or infinity")

@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -104,8 +104,7 @@ class PipelineGeometry:
     """Why a guidance scale has no effect; None if it may have one."""
     has_clip: bool = False
     has_alpha: bool = False
-    shifts_by_size: bool = False
-    prediction: str = "epsilon"
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -130,8 +129,7 @@ class PipelineGeometry:
         spec = rules.with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
-        problems += rules.shift_problems(spec, self.scheduler_class, shifts_by_size=self.shifts_by_size)
-        problems += rules.prediction_problems(spec, self.prediction)
+        problems += rules.schedule_problems(spec, self.scheduler_class, self.scheduler)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
@@ -157,8 +155,9 @@ class PipelineGeometry:
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
             Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
-        trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return rules.with_refined(rules.with_reuse(trajectory, spec, output=None), spec)
+        first = Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        reused, more = rules.with_reuse(first, spec, output=None), spec.num_refined
+        return replace(reused, num_steps=first.num_steps + more, num_refined=more)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
@@ -252,7 +251,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         raise ModelError(f"{where}: {checkpoint.pipeline_class} makes neither pictures nor videos")
     if several := [x for x in checkpoint.configs if _SEVERAL.search(checkpoint.class_of(x) or "")]:
         raise ModelError(f"{where}: {several[0]} is several networks, which are not read; give one of them")
-    vae, scheduler = (checkpoint.configs.get(name, {}) for name in ("vae", "scheduler"))
+    vae = checkpoint.configs.get("vae", {})
     return PipelineGeometry(
         multiple=size_multiple(checkpoint, methods_of(checkpoint.pipeline_class, source=source)),
         signature=signature,
@@ -261,8 +260,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
         has_alpha=4 == vae.get("input_channels", vae.get("in_channels")) == vae.get("out_channels", 4),
-        shifts_by_size=bool(scheduler.get("use_dynamic_shifting")),
-        prediction=str(scheduler.get("prediction_type", "epsilon")),
+        scheduler=checkpoint.configs.get("scheduler", {}),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),

@@ -26,7 +26,7 @@ from gfgen.job.weighted import Parts, weighted
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
-from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
+from gfgen.models.families.pictures import load_frames, load_video, to_uint8
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -384,17 +384,15 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
 def given_files(spec: JobSpec, *, has_alpha: bool) -> dict[str, Any]:
     """The pictures and videos of a job, by argument of its call."""
     colours = {"background": spec.background, "has_alpha": has_alpha}
-    found, hashes = dict[str, Any](), spec.files_sha256 or {}
-    if spec.image is not None:
-        found["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
-    return found | {
-        name: _load(name, path, hashes.get(name), is_mask="mask" in name, **colours)
-        for name, path in (spec.files or {}).items()
-    }
+    files = ({} if spec.image is None else {"image": spec.image}) | dict(spec.files or {})
+    hashes = {"image": spec.image_sha256, **(spec.files_sha256 or {})}
+    return {name: _load(name, path, hashes.get(name), **colours) for name, path in files.items()}
 
 
 def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **colours: Any) -> Any:
     """A picture, the frames of a video or an animation, or a list of pictures."""
+    if "mask" in name:  # whose alpha diffusers drops
+        colours["background"] = ""
     if isinstance(path, list):
         hashes = sha256 if isinstance(sha256, list) else [sha256] * len(path)
         return [_load("image", each, one, **colours) for each, one in zip(path, hashes, strict=True)]
@@ -418,11 +416,7 @@ def _floats(output: Any) -> torch.Tensor:
     found = next((value for value in values if value is not None), None)
     if found is None:
         found = output[0]
-    if isinstance(found, torch.Tensor) and found.dim() == 4:
-        pictures = found.movedim(-3, -1)
-    else:
-        pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
-    pictures = pictures.reshape(-1, *pictures.shape[-3:])[..., :4]
+    pictures = _stacked(found)[..., :4]
     return pictures / 255 if pictures.dtype == torch.uint8 else pictures
 
 
@@ -437,14 +431,12 @@ def _sound(output: Any) -> torch.Tensor | None:
     return samples.reshape(-1, samples.shape[-1]).clamp(-1, 1).contiguous()
 
 
-def _flat(value: Any) -> list[Any]:
+def _stacked(value: Any) -> torch.Tensor:
     if isinstance(value, list):
-        return [item for each in value for item in _flat(each)]
-    if isinstance(value, torch.Tensor):
-        pictures = value.movedim(-3, -1).float().cpu()
-        return list(pictures.reshape(-1, *pictures.shape[-3:]))
-    array = np.asarray(value)
-    return list(array.reshape(-1, *array.shape[-3:]))
+        return torch.cat([_stacked(each) for each in value])
+    is_tensor = isinstance(value, torch.Tensor)
+    pictures = value.movedim(-3, -1) if is_tensor else torch.from_numpy(np.array(value))
+    return pictures.reshape(-1, *pictures.shape[-3:])
 
 
 @torch.no_grad()
