@@ -249,10 +249,8 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
             raise ModelError(f"{path}: {weight} has a scale and the type {of_weight['dtype']}; {READ}")
         number, kinds = math.prod(entry["shape"]), ("F32", "F16", "BF16")
         if entry["dtype"] not in kinds or number not in (1, *of_weight["shape"][:1]):
-            raise ModelError(
-                f"{path}: {scale} has the type {entry['dtype']} and the shape {entry['shape']}; one number, "
-                "or one for each row, in fp32, fp16 or bf16 is read"
-            )
+            what = f"{scale} has the type {entry['dtype']} and the shape {entry['shape']}; one number, or one"
+            raise ModelError(f"{path}: {what} for each row, in fp32, fp16 or bf16 is read")
     for path, header in headers.items():
         content = np.memmap(path, mode="r")[path.stat().st_size - max(_ends(header), default=0) :]
         for name, entry in ((name, header[name]) for name in filter(_SCALE.search, header)):

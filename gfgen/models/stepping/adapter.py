@@ -66,9 +66,8 @@ class PipelineAdapter(Adapter):
         self._evaluate: Evaluate = evaluate_itself
         transformers = _transformers(pipeline)
         # With processors that a call sets, a record would keep those of one job.
-        self._can_record = any(map(is_recordable, transformers)) and not sets_processors(
-            type(pipeline).__call__
-        )
+        has_own = sets_processors(type(pipeline).__call__)
+        self._can_record = any(map(is_recordable, transformers)) and not has_own
         self.is_rehearsed = self._can_record or kernels == "compiled"
         for transformer in transformers:
             prepare_kernels(transformer, may_copy=device != "cpu")
