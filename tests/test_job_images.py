@@ -151,6 +151,10 @@ class TestWhatIsSaidOfFiles:
         assert remarks(tmp_path / "a.png", "mask_image") == expected
         assert remarks(tmp_path / "a.png", "image") == []
 
+    def test_a_transparent_mask_has_one_of_its_own(self, tmp_path: Path) -> None:
+        Image.fromarray(NOISE).save(tmp_path / "a.png")
+        assert remarks(tmp_path / "a.png", "mask_image") == [f"{images.TRANSPARENT_MASK}: a.png"]
+
     def test_a_video_whose_rate_changes(self, tmp_path: Path) -> None:
         write_videos(tmp_path)
         assert remarks(tmp_path / "even.mp4") == remarks(tmp_path / "even.mkv") == []
@@ -251,11 +255,15 @@ def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) ->
     other = {f"diffusion_model.{name}": numbers, name.replace("lora_A", "lora_B"): numbers * 0}
     lokr = {f"a.lokr_{kind}": numbers * (kind != "w2_b") for kind in ("w1", "w2_a", "w2_b")}
     minus = {each: values if values.any() else -values for each, values in other.items()}
-    for number, tensors in enumerate((other, minus, lokr)):
+    off = {"a.lora_up.weight": numbers, "a.alpha": np.zeros(1, np.float32)}
+    for number, tensors in enumerate((other, minus, lokr, off, off | {"a.alpha": np.zeros((), np.int64)})):
         save_file(tensors, tmp_path / f"d{number}.safetensors")
-        with pytest.raises(LoraError, match="has no effect, because its second factors are all 0"):
+        with pytest.raises(LoraError, match="has no effect, because its second factors or alphas are all 0"):
             files.check(f"d{number}.safetensors", None)
     save_file(other | {"b.lora_B.weight": numbers}, tmp_path / "e.safetensors")
     files.check("e.safetensors", None)  # 0 in some layers only
+    for number, more in enumerate(({"b.lora_up.weight": numbers}, {"a.alpha": np.ones(1, np.float32)})):
+        save_file(off | more, tmp_path / f"f{number}.safetensors")
+        files.check(f"f{number}.safetensors", None)
     with pytest.raises(LoraError, match=r"c\.safetensors"):
         files.check("c.safetensors", None)

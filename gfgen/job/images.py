@@ -198,7 +198,7 @@ def frames_of(picture: Image.Image) -> Iterator[Image.Image]:
 
 
 def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bool = False) -> Image.Image:
-    """A picture as RGB, with a colour, by default white, under transparent pixels, or as RGBA; 8 bits."""
+    """As RGB, with a colour (None: white, "": the one that they hide) for transparent pixels, or as RGBA."""
     import numpy as np
     from PIL import Image
 
@@ -207,7 +207,7 @@ def as_rgb(picture: Image.Image, *, background: str | None = None, has_alpha: bo
         picture = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
     if has_alpha:
         return picture.convert("RGBA")
-    if not _is_transparent(picture):
+    if background == "" or not _is_transparent(picture):
         return picture.convert("RGB")
     below = Image.new("RGBA", picture.size, background or "white")
     return Image.alpha_composite(below, picture.convert("RGBA")).convert("RGB")
@@ -231,6 +231,7 @@ def _white_of(picture: Image.Image) -> float:
 
 RATE = "frames of a video count once each, so at another `fps` it plays faster or slower"
 TRANSPARENT = "transparent pixels become white; `background` gives them another colour"
+TRANSPARENT_MASK = "transparent pixels of a mask have the colour that they hide, which is mostly black"
 
 
 def takes_frames(argument: str) -> bool:
@@ -270,14 +271,15 @@ def _remarks_on_picture(path: Path, argument: str) -> Iterator[Warned]:
         if picture.mode in ("I", "F"):
             white = f"{path.name}: {_white_of(picture):g} is taken for white"
             yield Warned("numbers in a picture whose format does not say what is white", white)
-        if "mask" in argument and not (moves or any(as_rgb(picture).convert("L").histogram()[128:])):
+        is_mask = "mask" in argument
+        if is_mask and not (moves or any(as_rgb(picture, background="").convert("L").histogram()[128:])):
             yield Warned("a mask without light pixels selects nothing", path.name)
         if not moves and not picture.has_transparency_data:
             return  # it need not be decoded
         frames = itertools.islice(frames_of(picture), None if moves else 1)
         found = [(_is_transparent(frame), frame.info.get("duration", 0)) for frame in frames]
         if any(is_transparent for is_transparent, _ in found):
-            yield Warned(TRANSPARENT, path.name)
+            yield Warned(TRANSPARENT_MASK if is_mask else TRANSPARENT, path.name)
         if len(times := {time for _, time in found}) > 1:
             detail = f"{path.name}: {min(times)} to {max(times)} ms"
             yield Warned("frames of uneven times count once each", detail)
@@ -306,8 +308,8 @@ MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that d
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _UP = re.compile(r"lora_B|up\.|lokr_w2(?!_a)|\.diff(_b)?$")
 """In names of tensors of which one that is not 0 changes a weight."""
-_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
-_EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
+EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
+EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
 """By type of number: how its bits are read, and those that are all set in NaN and infinity."""
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 NO_PICKLE = "is a pickle, which can run code when it is read; convert it to .safetensors"
@@ -415,17 +417,20 @@ def _check_numbers(path: Path) -> None:
         start = 8 + (length := int.from_bytes(file.read(8), "little"))
         entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
     content = np.memmap(path, mode="r")
+    alphas = {name: entries[name]["data_offsets"] for name in entries if name.endswith("alpha")}
+    off = tuple(name[:-5] for name, (begin, end) in alphas.items() if not content[start:][begin:end].any())
     has_effect = []
     for name, entry in entries.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
-        if (kind := _EXPONENTS.get(entry["dtype"])) is not None:
+        if (kind := EXPONENTS.get(entry["dtype"])) is not None:
             bits = content[begin:end].view(kind[0])
             if np.any((bits & kind[1]) == kind[1]):
                 raise LoraError(f"{path}: {name} has NaN or infinity")
-            if _UP.search(name):
-                has_effect.append(np.any(bits << 1))  # without signs
+            if up := _UP.search(name):
+                is_off = up[0] in ("lora_B", "up.") and name.startswith(off)
+                has_effect.append(not is_off and np.any(bits << 1))  # without signs
         elif not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
     if has_effect and not any(has_effect):
-        raise LoraError(f"{path}: has no effect, because its second factors are all 0, as before training")
+        raise LoraError(f"{path}: has no effect, because its second factors or alphas are all 0")

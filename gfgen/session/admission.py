@@ -397,7 +397,8 @@ def _judged(job: AdmittedJob, found: Answers, key: str) -> AdmittedJob | Problem
         return replace(Problem.of(None, None, why), line=spec.line)
     for name in sorted({*found["calls"][key].get("idle", ())} & {*(job.info.asked.scheduler or {})}):
         job = job.warned(Warned(f"scheduler.{name} has no effect on the steps of this job"))
-    for name, text in prompts_of(spec).items():
+    told = {warned.kind.partition(" has no effect")[0] for warned in job.info.warnings}
+    for name, text in ((name, text) for name, text in prompts_of(spec).items() if name not in told):
         read = found["texts"].get(_text_id(key, name, text), len(text))
         if rest := text[read:].split():
             what = f"the end of a long {name}" if read or name == "prompt" else f"all of {name}"

@@ -131,6 +131,13 @@ class TestFiles:
         assert [each.field for each in found] == fields
         assert all(each.accepted.endswith("needs a picture or video") for each in found)
 
+    def test_a_union_of_controlnets_needs_its_modes(self) -> None:
+        name = "StableDiffusionXLControlNetUnionPipeline"
+        files = {"control_image": ["a.png"]}
+        assert problems(name, files=files) == [f"args.control_mode: missing; {name} needs it"]
+        assert problems(name, files=files, args={"control_mode": [0]}) == []
+        assert problems("FluxControlNetPipeline", files=files) == []
+
     def test_pictures_of_adapters_that_gfgen_does_not_load_are_refused(self) -> None:
         (found,) = problems("FluxPipeline", files={"ip_adapter_image": "a.png"})
         assert found == "files.ip_adapter_image: IP-Adapters are not loaded; leave it out"

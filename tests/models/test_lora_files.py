@@ -308,6 +308,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     [
         ({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}, "has use_dora, which gfgen cannot merge"),
         ({"r": RANK, "lora_alpha": "much"}, "lora_alpha much; numbers above 0 are accepted"),
+        ({"r": RANK, "lora_alpha": 0}, "lora_alpha 0; numbers above 0 are accepted"),
         ({"r": RANK + 1, "lora_alpha": ALPHA}, "another rank than its settings say"),
         ({"r": RANK, "rank_pattern": {"to_q": 9}}, "another rank than its settings say in"),
         ({"r": RANK, "lora_alpha": ALPHA, "peft_type": "LOHA"}, "has peft_type LOHA"),

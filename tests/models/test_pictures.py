@@ -11,12 +11,13 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered
 from diffusers.utils.loading_utils import load_image as diffusers_image
 from diffusers.utils.loading_utils import load_video as diffusers_video
 from movies import write_videos
 from PIL import Image
-from test_job_images import NOISE, movie
+from test_job_images import NOISE, movie, transparent_kinds
 
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec, output_name
@@ -24,7 +25,7 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.pictures import load_frames, load_image, load_video
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.model import load_geometry
-from gfgen.models.stepping.adapter import as_frames
+from gfgen.models.stepping.adapter import as_frames, given_files
 from gfgen.models.stepping.check import moved
 
 torch.set_num_threads(1)
@@ -32,6 +33,19 @@ torch.set_num_threads(1)
 
 def test_a_picture_without_transparent_pixels_is_that_of_diffusers(picture: Path) -> None:
     assert np.array_equal(np.asarray(load_image(picture)), np.asarray(diffusers_image(str(picture))))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "RGB", "LA", "PA"])
+def test_a_transparent_mask_is_that_of_diffusers(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / ("mask.tiff" if mode == "PA" else "mask.png")
+    kinds = {**transparent_kinds(), "LA": Image.fromarray(NOISE).convert("LA")}
+    kinds[mode].save(path)
+    files = {"mask_image": str(path), "control_mask": [str(path)]}
+    given = given_files(JobSpec(id="a", prompt="a", files=files), has_alpha=False)
+    process = VaeImageProcessor(do_convert_grayscale=True, do_resize=False).preprocess
+    with Image.open(path) as theirs:
+        assert torch.equal(process(given["mask_image"]), process(theirs))
+        assert torch.equal(process(given["control_mask"]), process(theirs))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # diffusers leaves the file open

@@ -33,6 +33,7 @@ from gfgen.models.stepping.program import NotSteppableError
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.runtime.worker.jobs import require_finite, sum_of
 from gfgen.session.memory import HostMemory
 
 JOB = JobSpec(
@@ -81,6 +82,19 @@ def own_call(checkpoint: Path, *, most: int = 255, **others: object) -> np.ndarr
         **others,
     )
     return (made.frames[0] * most).round().astype(np.uint8 if most == 255 else np.uint16)
+
+
+def test_pictures_that_only_the_vae_makes_nan_are_told(checkpoint: Path) -> None:
+    adapter = load_adapter(checkpoint)
+    spec = adapter.geometry.resolve(dataclasses.replace(JOB, steps=1))
+    adapter.pipeline.vae.decoder.conv_out.conv.bias.data.fill_(torch.nan)
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    latents = adapter.denoise(spec, prompt, condition, latents, step=0)
+    require_finite({"latents": latents}, sum_of({"latents": latents}))
+    made = {"frames": adapter.decode(spec, latents)}
+    with pytest.raises(ModelError, match="NaN or infinity in the frames"):
+        require_finite(made, sum_of(made))
 
 
 def test_frames_are_those_of_the_pipelines_own_call(checkpoint: Path) -> None:

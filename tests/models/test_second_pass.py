@@ -15,7 +15,7 @@ from PIL import Image
 from small_checkpoints import save_checkpoint
 
 from gfgen.cluster.driver import WholeJobCosts, as_whole
-from gfgen.errors import JobError
+from gfgen.errors import JobError, ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec, spec_hash
 from gfgen.layout import ALONE, Layout
@@ -83,6 +83,13 @@ def test_a_job_with_two_passes_makes_the_picture_of_two_jobs(checkpoint: Path, t
     by_hand = run([other], replace(again, image=str(tmp_path / "large.png")))
     assert both.shape == (1, 96, 96, 3)
     assert torch.equal(both, by_hand)
+
+
+def test_a_first_picture_that_is_nan_is_told(checkpoint: Path) -> None:
+    adapter = load_adapter(checkpoint)
+    adapter.pipeline.vae.decoder.conv_out.bias.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="NaN or infinity in the first pass's picture"):
+        run([adapter], replace(JOB, **PIPELINES[checkpoint.name] | LARGE))
 
 
 def test_a_check_tries_both_passes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

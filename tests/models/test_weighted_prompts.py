@@ -224,6 +224,16 @@ def test_short_texts_without_weights_are_those_of_the_call(checkpoints: dict[str
         assert np.array_equal(run(checkpoints[name], literal), wanted)
 
 
+def test_a_word_of_several_vectors_is_that_of_the_call(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(checkpoints["sd"])
+    pipeline.load_textual_inversion({"<toy>": torch.linspace(-1, 1, 96).view(3, 32)})
+    pipeline.save_pretrained(tmp_path)
+    wanted = own_call(tmp_path, prompt="a red <toy> here", negative_prompt="blurry")
+    for syntax in ("a1111", None):
+        job = dataclasses.replace(JOB, prompt="a red <toy> here", prompt_syntax=syntax)
+        assert np.array_equal(run(tmp_path, job), wanted)
+
+
 @pytest.mark.parametrize("name", ["sd-img2img", "sdxl-inpaint"])
 def test_pipelines_that_take_pictures_take_weights(
     checkpoints: dict[str, Path], tmp_path: Path, name: str

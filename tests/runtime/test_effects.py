@@ -191,3 +191,26 @@ def test_a_shift_that_the_size_sets_is_refused(model, monkeypatch):
         f"scheduler.flow_shift = 3: {reason}"
     ]
     assert problems(**{"class": "FlowMatchHeunDiscreteScheduler"}, shift=3) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "predicted"),
+    [
+        ("DPMSolverMultistepScheduler", {"prediction_type": "flow_prediction"}, None),
+        ("FlowMatchEulerDiscreteScheduler", {}, "epsilon"),
+        ("DDIMScheduler", {}, "epsilon"),
+        ("DDIMScheduler", {"prediction_type": "v_prediction"}, "v_prediction"),
+    ],
+)
+def test_noise_levels_of_flow_are_refused_for_other_outputs(own, config, predicted, monkeypatch):
+    index = {"scheduler": ["diffusers", own]}
+    monkeypatch.setitem(MODELS, "m", geometry_of("StableDiffusionPipeline", scheduler=config, index=index))
+
+    def problems(**options):
+        options = {"class": "DEISMultistepScheduler", "use_flow_sigmas": True, **options}
+        spec = JobSpec(id="a", prompt="a fox", model="m", scheduler=options)
+        return [str(each) for each in admit([spec], default_model="shapes", find_model=find)[1]]
+
+    start = f"scheduler.use_flow_sigmas = true: prediction_type is {predicted}; leave it out, or add"
+    assert [each.startswith(start) for each in problems()] == [True] * (predicted is not None)
+    assert problems(use_flow_sigmas=False) == problems(prediction_type="flow_prediction") == []

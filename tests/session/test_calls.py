@@ -54,7 +54,8 @@ def judged(tmp_path, *specs, **options):
 
 
 def test_characters_that_a_tokenizer_lacks_are_warned_about(asked, tmp_path):
-    kept, _ = judged(tmp_path, {"prompt": "a 狐 {fox}"}, {"negative_prompt": "狐狐"}, {"prompt": "a é"})
+    guided = {"negative_prompt": "狐狐", "true_cfg_scale": 2.0}
+    kept, _ = judged(tmp_path, {"prompt": "a 狐 {fox}"}, guided, {"prompt": "a é"})
     assert asked[0][0]["characters"] == ["{", "}", "é", "狐"]
     lost = "characters of the {} have no effect on a text encoder whose tokenizer lacks them: 狐"
     found = [[str(each) for each in job.info.warnings if "characters" in each.kind] for job in kept]
@@ -115,6 +116,11 @@ def test_other_prompts_are_read_as_the_first_ones(asked, tmp_path):
         "characters of the prompt_2 have no effect on a text encoder whose tokenizer lacks them: 狐",
     ]
     assert second.info.warnings == ()
+
+
+def test_a_prompt_without_effect_has_one_warning(asked, tmp_path):
+    (job,), _ = judged(tmp_path, {"args": {"negative_prompt_2": LONG + "狐"}})
+    assert [str(each) for each in job.info.warnings] == ["negative_prompt_2 has no effect without guidance"]
 
 
 def test_options_without_effect_are_warned_about_if_the_job_gives_them(asked, tmp_path):

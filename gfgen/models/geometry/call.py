@@ -264,6 +264,7 @@ class CallSignature:
         is_either = {"image", "video"} <= self.arguments.keys()
         for name, argument in self.arguments.items():
             is_needed = argument.is_required or (argument.is_needed_picture and not is_either)
+            is_needed |= name == "control_mode" and "ControlNetUnion" in self.pipeline_class
             if is_needed and name not in given and _field_for(name) is None:
                 what, field = "it", f"args.{name}"
                 if argument.takes_files:

@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -104,7 +104,7 @@ class PipelineGeometry:
     """Why a guidance scale has no effect; None if it may have one."""
     has_clip: bool = False
     has_alpha: bool = False
-    shifts_by_size: bool = False
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -129,7 +129,7 @@ class PipelineGeometry:
         spec = rules.with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
-        problems += rules.shift_problems(spec, self.scheduler_class, shifts_by_size=self.shifts_by_size)
+        problems += rules.schedule_problems(spec, self.scheduler_class, self.scheduler)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:
@@ -155,8 +155,9 @@ class PipelineGeometry:
             *(Artifact(name, (), room_bytes=ROOM_BYTES) for name in ("prompt", "condition", "latents")),
             Artifact("frames", (), room_bytes=pixels * (4 if self.has_alpha else 3) * spec.sample_bytes),
         )
-        trajectory = Trajectory(spec.id, rules.known(spec.steps), artifacts)
-        return rules.with_refined(rules.with_reuse(trajectory, spec, output=None), spec)
+        first = Trajectory(spec.id, rules.known(spec.steps), artifacts)
+        reused, more = rules.with_reuse(first, spec, output=None), spec.num_refined
+        return replace(reused, num_steps=first.num_steps + more, num_refined=more)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""
@@ -259,7 +260,7 @@ def pipeline_geometry(checkpoint: Checkpoint) -> PipelineGeometry:
         ),
         scheduler_class=checkpoint.class_of("scheduler"),
         has_alpha=4 == vae.get("input_channels", vae.get("in_channels")) == vae.get("out_channels", 4),
-        shifts_by_size=bool(checkpoint.configs.get("scheduler", {}).get("use_dynamic_shifting")),
+        scheduler=checkpoint.configs.get("scheduler", {}),
         own_code=code,
         why_no_reuse=_why_no_reuse(checkpoint, signature),
         why_no_guidance=_why_no_guidance(checkpoint, signature),

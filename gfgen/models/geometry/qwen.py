@@ -163,7 +163,7 @@ class QwenGeometry:
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
-        yield from rules.shift_problems(spec, SCHEDULER, shifts_by_size=self.shifts_by_size)
+        yield from rules.schedule_problems(spec, SCHEDULER, {"use_dynamic_shifting": self.shifts_by_size})
         reason = "has no effect on Qwen-Image; its shift depends on the size"
         yield from rules.useless(spec, "flow_shift", reason)
         yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")

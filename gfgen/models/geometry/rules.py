@@ -162,14 +162,19 @@ def shift_of(spec: JobSpec) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def shift_problems(spec: JobSpec, own_class: str | None, *, shifts_by_size: bool) -> Iterator[Problem]:
-    """A shift that a scheduler does not use; 1 is what configs of such schedulers have."""
+def schedule_problems(spec: JobSpec, own_class: str | None, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A shift that a scheduler does not use (1 is what configs of such schedulers have), and noise levels of
+    flow for outputs that are taken for something else, which make noise. `config` is of the model's own."""
     options, switch = spec.scheduler or {}, "use_dynamic_shifting"
     known = options_of(str(options.get("class", own_class)))
     for name in {"shift", "flow_shift"} & known.keys() if switch in known else ():
-        if options.get(name, 1) != 1 and options.get(switch, shifts_by_size):
+        if options.get(name, 1) != 1 and options.get(switch, config.get(switch)):
             reason = f'has no effect, because the size sets the shift; add "{switch}": false'
             yield Problem.of(f"scheduler.{name}", shown(options[name]), reason)
+    predicted = options.get("prediction_type", config.get("prediction_type", "epsilon"))
+    if options.get("use_flow_sigmas") is True and predicted != "flow_prediction":
+        reason = f'prediction_type is {predicted}; leave it out, or add "prediction_type": "flow_prediction"'
+        yield Problem.of("scheduler.use_flow_sigmas", "true", reason)
 
 
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:
@@ -333,11 +338,6 @@ def with_second_pass(spec: JobSpec, *, multiple: int) -> JobSpec:
     width, height = (int(side * factor + 1e-6) // multiple * multiple for side in (spec.width, spec.height))
     strength, steps = spec.upscale_strength or DEFAULT_STRENGTH, spec.upscale_steps or spec.steps
     return changed(spec, enlarged=(width, height), upscale_strength=strength, upscale_steps=steps)
-
-
-def with_refined(trajectory: Trajectory, spec: JobSpec) -> Trajectory:
-    num_steps = trajectory.num_steps + spec.num_refined
-    return replace(trajectory, num_steps=num_steps, num_refined=spec.num_refined)
 
 
 def second_pass(spec: JobSpec, call: CallSignature) -> JobSpec:

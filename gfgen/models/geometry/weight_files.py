@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
+from gfgen.job.images import EXPONENTS
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -59,8 +60,6 @@ _BESIDE_SCALE = re.compile(r"(\.(scale_input|input_scale|comfy_quant)|(^|\.)scal
 """Names of tensors that only files with scales have. Results in fp32 and bf16 do not depend on them.
 Source: ComfyUI comfy/ops.py, comfy/quant_ops.py."""
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_EXPONENTS = {"F32": ("<I", 0x7F800000), "F16": ("<H", 0x7C00), "BF16": ("<H", 0x7F80)}
-"""By type of a scale: how to read its bits, and those that are all 1 in NaN and infinity."""
 _UNREAD = {
     r"\.quant_state\.bitsandbytes__|\.absmax$|\.SCB$": "is quantised with bitsandbytes (nf4, fp4, int8)",
     r"\.(wscales|wcscales|smooth_factor(_orig)?)$": "is quantised for nunchaku (SVDQuant)",
@@ -231,6 +230,8 @@ def refuse_pointer(path: Path) -> None:
 
 def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
     """Raises: ModelError for a form that is not read, and for scales that are missing, broken or not read."""
+    import numpy as np
+
     places = {name: path for path, header in headers.items() for name in header}
     entries = {name: entry for header in headers.values() for name, entry in header.items()}
     for path, header in headers.items():
@@ -246,13 +247,16 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
             raise ModelError(f"{path}: has {scale}, but no {weight}; {_AGAIN}")
         if of_weight["dtype"] not in FLOAT8:
             raise ModelError(f"{path}: {weight} has a scale and the type {of_weight['dtype']}; {READ}")
-        if entry["dtype"] not in _EXPONENTS or math.prod(entry["shape"]) not in (1, *of_weight["shape"][:1]):
-            raise ModelError(
-                f"{path}: {scale} has the type {entry['dtype']} and the shape {entry['shape']}; one number, "
-                "or one for each row, in fp32, fp16 or bf16 is read"
-            )
+        number, kinds = math.prod(entry["shape"]), ("F32", "F16", "BF16")
+        if entry["dtype"] not in kinds or number not in (1, *of_weight["shape"][:1]):
+            what = f"{scale} has the type {entry['dtype']} and the shape {entry['shape']}; one number, or one"
+            raise ModelError(f"{path}: {what} for each row, in fp32, fp16 or bf16 is read")
     for path, header in headers.items():
-        _check_finite(path, {name: header[name] for name in header if _SCALE.search(name)}, header)
+        content = np.memmap(path, mode="r")[path.stat().st_size - max(_ends(header), default=0) :]
+        for name, entry in ((name, header[name]) for name in filter(_SCALE.search, header)):
+            form, exponent = EXPONENTS[entry["dtype"]]
+            if np.any(content[slice(*entry["data_offsets"])].view(form) & exponent == exponent):
+                raise ModelError(f"{_shown(path)}: {name} is not a number (NaN or infinite); {_AGAIN}")
     has_scales = scales or any(_BESIDE_SCALE.search(name) for name in entries)
     if has_scales or any(re.search(r"fp8.*scaled", _shown(path).name) for path in headers):
         weights = {name for name in entries if not is_scale(name)}
@@ -260,19 +264,6 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
             if entries[name]["dtype"] in FLOAT8 and len(entries[name]["shape"]) > 1:
                 reason = "is in fp8 and lacks its scale, which other names imply"
                 raise ModelError(f"{_shown(places[name])}: {name} {reason}; {_AGAIN}")
-
-
-def _check_finite(path: Path, scales: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    """Raises: ModelError for scales of this file that are no numbers."""
-    start = path.stat().st_size - max(_ends(header), default=0)
-    with path.open("rb") as file:
-        for name, entry in scales.items():
-            form, exponent = _EXPONENTS[entry["dtype"]]
-            first, last = entry["data_offsets"]
-            file.seek(start + first)
-            values = struct.iter_unpack(form, file.read(last - first))
-            if any(bits & exponent == exponent for (bits,) in values):
-                raise ModelError(f"{_shown(path)}: {name} is not a number (NaN or infinite); {_AGAIN}")
 
 
 def _shown(path: Path) -> Path:

@@ -99,7 +99,8 @@ class Settings:
             if key in _UNSUPPORTED and value:
                 raise ModelError(f"{path}: {source} has {name}, which gfgen cannot merge")
             numbers = value.values() if isinstance(value, dict) and key.endswith("_pattern") else (value,)
-            if key in _NUMBERS and value and not all(isinstance(x, int | float) and x > 0 for x in numbers):
+            are_wrong = value is not None and not all(isinstance(x, int | float) and x > 0 for x in numbers)
+            if key in _NUMBERS and are_wrong:
                 raise ModelError(f"{path}: {source} has {name} {value}; numbers above 0 are accepted")
             if key == "peft_type" and value not in ("LORA", "LOKR"):
                 raise ModelError(f"{path}: {source} has {name} {value}; LORA and LOKR are accepted")

@@ -26,7 +26,7 @@ from gfgen.job.weighted import Parts, weighted
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SOUND, SOUND_RATE, UNCHECKED, Adapter, Fields, Patches
-from gfgen.models.families.pictures import load_frames, load_image, load_video, to_uint8
+from gfgen.models.families.pictures import load_frames, load_video, to_uint8
 from gfgen.models.fast import compiled, stop_checks
 from gfgen.models.fast.compiled import channels_last, cut_texts
 from gfgen.models.fast.evaluation import Evaluator, evaluate_call, is_recordable
@@ -66,9 +66,8 @@ class PipelineAdapter(Adapter):
         self._evaluate: Evaluate = evaluate_itself
         transformers = _transformers(pipeline)
         # With processors that a call sets, a record would keep those of one job.
-        self._can_record = any(map(is_recordable, transformers)) and not sets_processors(
-            type(pipeline).__call__
-        )
+        has_own = sets_processors(type(pipeline).__call__)
+        self._can_record = any(map(is_recordable, transformers)) and not has_own
         self.is_rehearsed = self._can_record or kernels == "compiled"
         for transformer in transformers:
             prepare_kernels(transformer, may_copy=device != "cpu")
@@ -123,7 +122,10 @@ class PipelineAdapter(Adapter):
 
     def _begin_second_pass(self, spec: JobSpec, latents: Fields) -> Fields:
         """Each rank of a layout does the same."""
-        first = as_frames(self._call(spec).decode(latents))
+        output = self._call(spec).decode(latents)
+        if not _floats(output).isfinite().all():
+            raise ModelError("NaN or infinity in the first pass's picture; --vae-dtype float32 may help")
+        first = as_frames(output)
         signature = known(call_of_second_pass(self._signature))
         picture = Image.fromarray(first[0].cpu().numpy())  # as its PNG would be read
         picture = picture.resize(known(spec.enlarged), Image.Resampling.LANCZOS)
@@ -171,8 +173,9 @@ class PipelineAdapter(Adapter):
         output = self._call(spec, is_second=bool(second.scalars)).decode(latents)
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             logger.error("job %s: the model's safety checker made a picture black; try another seed", spec.id)
-        frames = as_frames(output, per_sample=spec.sample_bytes)
-        made = Fields({"frames": frames, PIXEL_SUM: frames.sum(dtype=torch.float32)}, {"first_row": 0})
+        pictures = _floats(output)
+        frames = to_uint8(pictures.movedim(-1, 1), per_sample=spec.sample_bytes)
+        made = Fields({"frames": frames, PIXEL_SUM: pictures.sum(dtype=torch.float32)}, {"first_row": 0})
         if (sound_CS := _sound(output)) is not None:
             made.tensors[SOUND], made.scalars[SOUND_RATE] = sound_CS, self._sound_rate()
         return made
@@ -383,16 +386,15 @@ def _prepare_sharing(pipeline: Any, geometry: PipelineGeometry) -> bool:
 def given_files(spec: JobSpec, *, has_alpha: bool) -> dict[str, Any]:
     """The pictures and videos of a job, by argument of its call."""
     colours = {"background": spec.background, "has_alpha": has_alpha}
-    found, hashes = dict[str, Any](), spec.files_sha256 or {}
-    if spec.image is not None:
-        found["image"] = load_image(spec.image, sha256=spec.image_sha256, **colours)
-    return found | {
-        name: _load(name, path, hashes.get(name), **colours) for name, path in (spec.files or {}).items()
-    }
+    files = ({} if spec.image is None else {"image": spec.image}) | dict(spec.files or {})
+    hashes = {"image": spec.image_sha256, **(spec.files_sha256 or {})}
+    return {name: _load(name, path, hashes.get(name), **colours) for name, path in files.items()}
 
 
 def _load(name: str, path: str | list[str], sha256: str | list[str] | None, **colours: Any) -> Any:
     """A picture, the frames of a video or an animation, or a list of pictures."""
+    if "mask" in name:  # whose alpha diffusers drops
+        colours["background"] = ""
     if isinstance(path, list):
         hashes = sha256 if isinstance(sha256, list) else [sha256] * len(path)
         return [_load("image", each, one, **colours) for each, one in zip(path, hashes, strict=True)]
@@ -408,18 +410,16 @@ def as_frames(output: Any, *, per_sample: int = 1) -> torch.Tensor:
 
     C is 3, or 4 with alpha, times the bytes per sample.
     """
+    return to_uint8(_floats(output).movedim(-1, 1), per_sample=per_sample)
+
+
+def _floats(output: Any) -> torch.Tensor:
     values = [getattr(output, name, None) for name in ("images", "frames", "video", "videos")]
     found = next((value for value in values if value is not None), None)
     if found is None:
         found = output[0]
-    if isinstance(found, torch.Tensor) and found.dim() == 4:
-        pictures = found.movedim(-3, -1)
-    else:
-        pictures = torch.as_tensor(np.stack([np.asarray(each) for each in _flat(found)]))
-    pictures = pictures.reshape(-1, *pictures.shape[-3:])[..., :4]
-    if pictures.dtype == torch.uint8:
-        pictures = pictures / 255
-    return to_uint8(pictures.movedim(-1, 1), per_sample=per_sample)
+    pictures = _stacked(found)[..., :4]
+    return pictures / 255 if pictures.dtype == torch.uint8 else pictures
 
 
 def _sound(output: Any) -> torch.Tensor | None:
@@ -433,14 +433,12 @@ def _sound(output: Any) -> torch.Tensor | None:
     return samples.reshape(-1, samples.shape[-1]).clamp(-1, 1).contiguous()
 
 
-def _flat(value: Any) -> list[Any]:
+def _stacked(value: Any) -> torch.Tensor:
     if isinstance(value, list):
-        return [item for each in value for item in _flat(each)]
-    if isinstance(value, torch.Tensor):
-        pictures = value.movedim(-3, -1).float().cpu()
-        return list(pictures.reshape(-1, *pictures.shape[-3:]))
-    array = np.asarray(value)
-    return list(array.reshape(-1, *array.shape[-3:]))
+        return torch.cat([_stacked(each) for each in value])
+    is_tensor = isinstance(value, torch.Tensor)
+    pictures = value.movedim(-3, -1) if is_tensor else torch.from_numpy(np.array(value))
+    return pictures.reshape(-1, *pictures.shape[-3:])
 
 
 @torch.no_grad()
@@ -455,7 +453,8 @@ def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str)
     texts = {"": arguments["prompt"], "negative_": arguments.get("negative_prompt")}
     if is_large and texts["negative_"] is None and pipeline.config.get("force_zeros_for_empty_prompt"):
         del texts["negative_"]  # the call makes zeros
-    parts = [weighted(text or "") for text in texts.values()]
+    expand = getattr(pipeline, "maybe_convert_prompt", lambda text, _: text)  # words of several vectors
+    parts = [weighted(expand(text or "", pipeline.tokenizer)) for text in texts.values()]
     options = {"returned_embeddings_type": kind, "truncate_long_prompts": False, "device": device}
     makers = []  # new for each job: they keep an embedding, which LoRAs change
     for end in ("", "_2"):
