@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -328,10 +329,10 @@ def lack_of(name: str) -> str | None:
     if name in ENCODERS:
         try:
             command = [ffmpeg_path(), "-hide_banner", "-encoders"]
-            found = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20
-            )
+            found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
         except (OSError, OutputError, subprocess.TimeoutExpired) as error:
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                raise  # told as a limit
             return f"ffmpeg cannot be used: {error}"
         missing = [each for each in ENCODERS[name].split() if f" {each} ".encode() not in found.stdout]
         return f"this ffmpeg has no encoder {missing[0]}" if missing else None
