@@ -8,6 +8,7 @@ from PIL import Image
 from gfgen.errors import Warned
 from gfgen.job.images import RATE
 from gfgen.job.spec import JobSpec
+from gfgen.models.geometry.rules import OF_FLOW
 from gfgen.runtime.core import admission
 from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.session.admission import find_weightless
@@ -197,7 +198,7 @@ def test_a_shift_that_the_size_sets_is_refused(model, monkeypatch):
     ("own", "config", "predicted"),
     [
         ("DPMSolverMultistepScheduler", {"prediction_type": "flow_prediction"}, None),
-        ("FlowMatchEulerDiscreteScheduler", {}, "epsilon"),
+        ("FlowMatchEulerDiscreteScheduler", {}, None),
         ("DDIMScheduler", {}, "epsilon"),
         ("DDIMScheduler", {"prediction_type": "v_prediction"}, "v_prediction"),
     ],
@@ -214,3 +215,24 @@ def test_noise_levels_of_flow_are_refused_for_other_outputs(own, config, predict
     start = f"scheduler.use_flow_sigmas = true: prediction_type is {predicted}; leave it out, or add"
     assert [each.startswith(start) for each in problems()] == [True] * (predicted is not None)
     assert problems(use_flow_sigmas=False) == problems(prediction_type="flow_prediction") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_right"),
+    [
+        ("DEISMultistepScheduler", True),
+        ("FlowMatchHeunDiscreteScheduler", True),
+        ("euler a", True),
+        ("DDIMScheduler", False),
+        ("EulerDiscreteScheduler", False),
+    ],
+)
+def test_a_scheduler_that_takes_flow_for_something_else_is_refused(name, is_right, monkeypatch):
+    index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
+    monkeypatch.setitem(MODELS, "m", geometry_of("StableDiffusion3Pipeline", index=index))
+    spec = JobSpec(id="a", prompt="a fox", model="m", scheduler={"class": name})
+    jobs, problems = admit([spec], default_model="shapes", find_model=find)
+    start = f"scheduler.class = {name}: makes noise, because the model predicts flow"
+    assert [str(each).startswith(start) for each in problems] == [True] * (not is_right)
+    options = jobs[0].spec.scheduler if jobs else None
+    assert name != "DEISMultistepScheduler" or options == {"class": name, **OF_FLOW}

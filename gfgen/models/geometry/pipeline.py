@@ -129,7 +129,8 @@ class PipelineGeometry:
         spec = rules.with_known_scheduler(spec, is_flow=(self.scheduler_class or "").startswith(FLOW))
         problems = [*self.signature.problems(spec, scheduler_class=self.scheduler_class)]
         problems += self._number_problems(spec)
-        problems += rules.schedule_problems(spec, self.scheduler_class, self.scheduler)
+        problems += rules.shift_problems(spec, self.scheduler_class, self.scheduler)
+        problems += rules.prediction_problems(spec, self.scheduler_class, self.scheduler)
         filled = rules.fill_defaults(spec, self.defaults)
         for name in ("width", "height"):
             if (side := getattr(filled, name)) is not None:

@@ -154,23 +154,23 @@ class QwenGeometry:
         return self.num_layers * (per_layer + modulation) + ends
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
-        unused = "has no effect on Qwen-Image; use true_cfg_scale"
         own = {"own_class": SCHEDULER, "call": "QwenImagePipeline"}
         yield from rules.flow_problems(spec, **own, most_tokens=MOST_TEXT_TOKENS)
         if "num_images_per_prompt" in (spec.args or {}):
-            reason = "use num_images, which makes a job of each"
-            yield Problem.of("args.num_images_per_prompt", None, reason)
-        yield from rules.useless(spec, "guidance_scale", unused)
-        yield from rules.useless(spec, "guidance_scale_2", unused)
+            yield Problem.of("args.num_images_per_prompt", None, "use num_images, which makes a job of each")
+        for name in ("guidance_scale", "guidance_scale_2"):
+            yield from rules.useless(spec, name, "has no effect on Qwen-Image; use true_cfg_scale")
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
-        yield from rules.schedule_problems(spec, SCHEDULER, {"use_dynamic_shifting": self.shifts_by_size})
-        reason = "has no effect on Qwen-Image; its shift depends on the size"
-        yield from rules.useless(spec, "flow_shift", reason)
+        yield from rules.shift_problems(spec, SCHEDULER, {"use_dynamic_shifting": self.shifts_by_size})
+        yield from rules.useless(
+            spec, "flow_shift", "has no effect on Qwen-Image; its shift depends on the size"
+        )
         yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
         yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
         if spec.frames not in (None, 1):
-            reason = "this model makes single pictures; leave it out or give 1"
-            yield Problem.of("frames", spec.frames, reason)
+            yield Problem.of(
+                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
+            )
         # Stretching a schedule of one step to a terminal value divides by zero.
         stretches = (spec.scheduler or {}).get("shift_terminal", self.shift_terminal)
         yield from rules.whole_problems(spec, "steps", low=2 if stretches else 1, high=MAX_STEPS)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from gfgen.errors import ModelError, Problem
 from gfgen.graph import Artifact, Trajectory
 from gfgen.job.fields import IF_LATE, MAX_SIDE, shown
-from gfgen.job.samplers import SAMPLERS, known_sampler
+from gfgen.job.samplers import FLOW, SAMPLERS, known_sampler
 from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, UPSCALE_FIELDS, JobSpec, num_pictures
 from gfgen.models.geometry.call import (
     SPACINGS,
@@ -138,11 +138,8 @@ STATE_ROOM_BYTES = 4 << 30
 
 
 def with_known_scheduler(spec: JobSpec, *, is_flow: bool, own_class: str | None = None) -> JobSpec:
-    """The job with the class and options that its scheduler's name in other programs stands for.
-
-    Those of models that predict flow get the options for it: where a name is known, or for all schedulers
-    with the model's own class.
-    """
+    """The job with the class and options that its scheduler's name in other programs stands for, and with
+    those for flow if the model predicts it."""
     if spec.scheduler is None:
         return spec
     name, options = spec.scheduler.get("class"), dict(spec.scheduler)
@@ -151,7 +148,7 @@ def with_known_scheduler(spec: JobSpec, *, is_flow: bool, own_class: str | None 
         del options["class"]
     found = {**(known or {}), **options}
     kind = found.get("class", own_class)
-    if is_flow and (own_class or known) and isinstance(kind, str) and "use_flow_sigmas" in options_of(kind):
+    if is_flow and isinstance(kind, str) and "use_flow_sigmas" in options_of(kind):
         found = {**found, **OF_FLOW, **found}
     return changed(spec, scheduler=found or None)
 
@@ -162,17 +159,27 @@ def shift_of(spec: JobSpec) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def schedule_problems(spec: JobSpec, own_class: str | None, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """A shift that a scheduler does not use (1 is what configs of such schedulers have), and noise levels of
-    flow for outputs that are taken for something else, which make noise. `config` is of the model's own."""
+def shift_problems(spec: JobSpec, own_class: str | None, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A shift that a scheduler does not use; 1 is what configs of such schedulers have."""
     options, switch = spec.scheduler or {}, "use_dynamic_shifting"
     known = options_of(str(options.get("class", own_class)))
     for name in {"shift", "flow_shift"} & known.keys() if switch in known else ():
         if options.get(name, 1) != 1 and options.get(switch, config.get(switch)):
             reason = f'has no effect, because the size sets the shift; add "{switch}": false'
             yield Problem.of(f"scheduler.{name}", shown(options[name]), reason)
+
+
+def prediction_problems(spec: JobSpec, own_class: str | None, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Flow that a scheduler takes for something else, or the reverse; `config` is of the model's own."""
+    options = spec.scheduler or {}
+    kind = str(options.get("class", own_class))
     predicted = options.get("prediction_type", config.get("prediction_type", "epsilon"))
-    if options.get("use_flow_sigmas") is True and predicted != "flow_prediction":
+    if predicted == "flow_prediction":
+        return
+    if (own_class or "").startswith(FLOW) and "prediction_type" in options_of(kind):
+        reason = f"makes noise, because the model predicts flow, as {own_class} takes it"
+        yield Problem.of("scheduler.class", kind, reason)
+    elif options.get("use_flow_sigmas") is True:
         reason = f'prediction_type is {predicted}; leave it out, or add "prediction_type": "flow_prediction"'
         yield Problem.of("scheduler.use_flow_sigmas", "true", reason)
 

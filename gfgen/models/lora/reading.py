@@ -216,9 +216,6 @@ if __name__ == "__main__":
         answer_all(lambda asked: answer(*map(Path, asked)))
 
 
-# The weights of models ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class QuantisedRows:
     """Rows of a layer's weight in 8 bits, which take other values in place."""

@@ -129,9 +129,6 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in (*shared, *more, *names)}
 
 
-# Jobs ---------------------------------------------------------------------------------------------
-
-
 class JobFailure(ResponseModel):
     """Why a job failed or was cancelled."""
 

@@ -98,9 +98,6 @@ class SessionRequest(RequestModel):
     api_key: str = Field(max_length=1000)
 
 
-# The live state -----------------------------------------------------------------------------------
-
-
 class RankTask(ResponseModel):
     job_id: str
     stage: StageName
