@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "gfgen"
 
 LIMITS = {
-    "lines of the package": 66_274,
+    "lines of the package": 66_271,
     "files of the package": 287,
     "lines of the core": 5_553,
     "files of the core": 24,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,10 @@ def test_an_ffmpeg_that_does_not_run_is_one_line_before_the_run(tmp_path, monkey
         ):
             name("video")
         assert name("image") == "fox.png"
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", shutil.which("false"))
+        lack_of.cache_clear()
+        with pytest.raises(JobError, match=r"ffmpeg cannot be used: \S+/false ends with 1; unset"):
+            name("video")
     finally:
         lack_of.cache_clear()
 

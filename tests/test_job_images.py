@@ -256,7 +256,11 @@ def test_a_lora_is_known_by_its_content_and_may_have_metadata(tmp_path: Path) ->
     lokr = {f"a.lokr_{kind}": numbers * (kind != "w2_b") for kind in ("w1", "w2_a", "w2_b")}
     minus = {each: values if values.any() else -values for each, values in other.items()}
     off = {"a.lora_up.weight": numbers, "a.alpha": np.zeros(1, np.float32)}
-    for number, tensors in enumerate((other, minus, lokr, off, off | {"a.alpha": np.zeros((), np.int64)})):
+    lokr_off = {f"a.lokr_{kind}": numbers for kind in ("w1", "w2_a", "w2_b")} | {
+        "a.alpha": -np.zeros(1, "f4")
+    }
+    whole = off | {"a.alpha": np.zeros((), np.int64)}
+    for number, tensors in enumerate((other, minus, lokr, off, whole, lokr_off)):
         save_file(tensors, tmp_path / f"d{number}.safetensors")
         with pytest.raises(LoraError, match="has no effect, because its second factors or alphas are all 0"):
             files.check(f"d{number}.safetensors", None)

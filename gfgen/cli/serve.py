@@ -23,7 +23,7 @@ from gfgen.cli.run_files import ClusterOptions, options_of, session_of
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.cluster.ray_cluster import RayCluster
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.job.spec import JobSpec
+from gfgen.job.spec import JobSpec, lack_of
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
@@ -215,6 +215,8 @@ def serve(given: Arguments) -> int:
     context.call_on_close(partial(os.umask, os.umask(int(given.umask, 8))))
     logs.configure(file=logs.log_file)
     tell_of_variables(context)
+    if lack := lack_of("mp4"):
+        logger.warning("no request for a video is accepted: %s", lack)
     keys = _checked_keys(given)
     models = given.models or (DEFAULT_MODEL,)
     for alias, name in given.api.aliases.items():

@@ -15,7 +15,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import OutputError, Warned
 
@@ -91,8 +91,12 @@ def _read_by_ffmpeg(video: Path | bytes, *output: str) -> subprocess.CompletedPr
     except subprocess.TimeoutExpired:
         raise ImageError(f"{path}: reading it takes over {FFMPEG_TIMEOUT_S:.0f} s") from None
     if done.returncode != 0 or not done.stdout:
-        raise ImageError(f"{path} is not a video that ffmpeg can read")
+        status = f"; it ends with {done.returncode}" if done.returncode else ""
+        raise ImageError(f"{path} is not a video that {command[0]} can read{status}")
     return done
+
+
+OTHER_FFMPEG = "unset IMAGEIO_FFMPEG_EXE, or install imageio-ffmpeg again"
 
 
 def ffmpeg_path() -> str:
@@ -106,7 +110,7 @@ def ffmpeg_path() -> str:
             os.close(fd)
         raise OutputError("there is no ffmpeg; pip install imageio-ffmpeg") from None
     if shutil.which(path) is None:
-        raise OutputError(f"{path}: this ffmpeg is gone, or cannot be executed")
+        raise OutputError(f"{path}: this ffmpeg is gone, or cannot be executed; {OTHER_FFMPEG}")
     return path
 
 
@@ -308,6 +312,7 @@ MARKS = ("lora", "lokr")  # in names of a LoRA's tensors, in every format that d
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _UP = re.compile(r"lora_B|up\.|lokr_w2(?!_a)|\.diff(_b)?$")
 """In names of tensors of which one that is not 0 changes a weight."""
+_SCALED = re.compile(r"lora_B|up\.|lokr_w2_b")  # those that an alpha scales
 EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "BF16": ("<u2", 0xFF << 7)}
 EXPONENTS |= {"F16": ("<u2", 0x1F << 10), "F8_E5M2": ("u1", 0x1F << 2), "F8_E4M3": ("u1", 0x7F)}
 """By type of number: how its bits are read, and those that are all set in NaN and infinity."""
@@ -410,27 +415,32 @@ def lora_sha256(path: Path) -> str:
 
 
 def _check_numbers(path: Path) -> None:
-    """Raises: LoraError for tensors of whole numbers, and for NaN and infinity."""
+    """Raises: LoraError for tensors of whole numbers, for NaN and infinity, and for what has no effect."""
     import numpy as np
 
     with path.open("rb") as file:
         start = 8 + (length := int.from_bytes(file.read(8), "little"))
         entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
     content = np.memmap(path, mode="r")
-    alphas = {name: entries[name]["data_offsets"] for name in entries if name.endswith("alpha")}
-    off = tuple(name[:-5] for name, (begin, end) in alphas.items() if not content[start:][begin:end].any())
+
+    def bits_of(name: str) -> Any:
+        """Its numbers, without signs; whole numbers as they are."""
+        begin, end = (start + offset for offset in entries[name]["data_offsets"])
+        if (kind := EXPONENTS.get(entries[name]["dtype"])) is None:
+            return content[begin:end]
+        bits = content[begin:end].view(kind[0])
+        if np.any((bits & kind[1]) == kind[1]):
+            raise LoraError(f"{path}: {name} has NaN or infinity")
+        return bits << 1
+
+    off = tuple(name[:-5] for name in entries if name.endswith("alpha") and not np.any(bits_of(name)))
     has_effect = []
     for name, entry in entries.items():
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        if (kind := EXPONENTS.get(entry["dtype"])) is not None:
-            bits = content[begin:end].view(kind[0])
-            if np.any((bits & kind[1]) == kind[1]):
-                raise LoraError(f"{path}: {name} has NaN or infinity")
-            if up := _UP.search(name):
-                is_off = up[0] in ("lora_B", "up.") and name.startswith(off)
-                has_effect.append(not is_off and np.any(bits << 1))  # without signs
-        elif not name.endswith("alpha"):
+        if entry["dtype"] not in EXPONENTS and not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
+        bits = bits_of(name)
+        if _UP.search(name):
+            has_effect.append(np.any(bits) and not (name.startswith(off) and _SCALED.search(name)))
     if has_effect and not any(has_effect):
         raise LoraError(f"{path}: has no effect, because its second factors or alphas are all 0")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, OutputError, Problem
-from gfgen.job.images import ffmpeg_path
+from gfgen.job.images import OTHER_FFMPEG, ffmpeg_path
 
 SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
 SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
@@ -330,6 +330,8 @@ def lack_of(name: str) -> str | None:
         try:
             command = [ffmpeg_path(), "-hide_banner", "-encoders"]
             found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+            if found.returncode:
+                raise OutputError(f"{command[0]} ends with {found.returncode}; {OTHER_FFMPEG}")
         except (OSError, OutputError, subprocess.TimeoutExpired) as error:
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise  # told as a limit

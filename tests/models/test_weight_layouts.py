@@ -405,6 +405,13 @@ def test_what_cannot_be_read_is_one_line_in_folders_and_files(kind: str, tmp_pat
         assert ".safetensors" in str(caught.value)
 
 
+def test_a_scale_of_too_few_bytes_is_one_line(tmp_path: Path) -> None:
+    save_file(SCALED, file := tmp_path / "a.safetensors")
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F16"'))
+    with pytest.raises(ModelError, match=r"a\.weight_scale is not whole"):
+        check_weights([file])
+
+
 def test_a_name_that_promises_scales_is_believed(tmp_path: Path) -> None:
     file = tmp_path / "wan_fp8_e4m3fn_scaled.safetensors"
     save_file({"a.weight": ONE.to(E4M3)}, file)

@@ -224,9 +224,15 @@ def test_short_texts_without_weights_are_those_of_the_call(checkpoints: dict[str
         assert np.array_equal(run(checkpoints[name], literal), wanted)
 
 
-def test_a_word_of_several_vectors_is_that_of_the_call(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(checkpoints["sd"])
-    pipeline.load_textual_inversion({"<toy>": torch.linspace(-1, 1, 96).view(3, 32)})
+@pytest.mark.parametrize(("name", "end"), [("sd", ""), ("sdxl", "_2")])
+def test_a_word_of_several_vectors_is_that_of_the_call(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, end: str
+) -> None:
+    """Also one that only the second tokenizer has."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(checkpoints[name])
+    parts = {part: getattr(pipeline, f"{part}{end}") for part in ("tokenizer", "text_encoder")}
+    width = parts["text_encoder"].config.hidden_size
+    pipeline.load_textual_inversion({"<toy>": torch.linspace(-1, 1, 3 * width).view(3, width)}, **parts)
     pipeline.save_pretrained(tmp_path)
     wanted = own_call(tmp_path, prompt="a red <toy> here", negative_prompt="blurry")
     for syntax in ("a1111", None):

@@ -212,7 +212,7 @@ def test_noise_levels_of_flow_are_refused_for_other_outputs(own, config, predict
         spec = JobSpec(id="a", prompt="a fox", model="m", scheduler=options)
         return [str(each) for each in admit([spec], default_model="shapes", find_model=find)[1]]
 
-    start = f"scheduler.use_flow_sigmas = true: prediction_type is {predicted}; leave it out, or add"
+    start = f"scheduler.use_flow_sigmas = true: the model predicts {predicted}; leave it out"
     assert [each.startswith(start) for each in problems()] == [True] * (predicted is not None)
     assert problems(use_flow_sigmas=False) == problems(prediction_type="flow_prediction") == []
 

@@ -157,9 +157,6 @@ def _forward(compiler: _Compiler, block: _Block, *args: Any, **kwargs: Any) -> A
     return compiler.run(block, args, kwargs)
 
 
-# Texts without padding ------------------------------------------------------------------------------
-
-
 TEXT_MASK, MASK = "encoder_attention_mask", "attention_mask"
 _MASK_POSITION = 3
 MIN_TOKENS = 2
@@ -217,9 +214,6 @@ def _without_mask(
     if MASK in kwargs:
         return args, {**kwargs, MASK: None}
     return (*args[:_MASK_POSITION], None, *args[_MASK_POSITION + 1 :]), kwargs
-
-
-# Channels last --------------------------------------------------------------------------------------
 
 
 def channels_last(pipeline: Any) -> None:

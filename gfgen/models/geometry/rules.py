@@ -179,9 +179,8 @@ def prediction_problems(spec: JobSpec, own_class: str | None, config: Mapping[st
     if (own_class or "").startswith(FLOW) and "prediction_type" in options_of(kind):
         reason = f"makes noise, because the model predicts flow, as {own_class} takes it"
         yield Problem.of("scheduler.class", kind, reason)
-    elif options.get("use_flow_sigmas") is True:
-        reason = f'prediction_type is {predicted}; leave it out, or add "prediction_type": "flow_prediction"'
-        yield Problem.of("scheduler.use_flow_sigmas", "true", reason)
+    elif options.get("use_flow_sigmas") is True and "use_flow_sigmas" in options_of(kind):
+        yield Problem.of("scheduler.use_flow_sigmas", "true", f"the model predicts {predicted}; leave it out")
 
 
 def flow_problems(spec: JobSpec, *, own_class: str, call: str, most_tokens: int) -> Iterator[Problem]:

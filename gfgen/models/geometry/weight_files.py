@@ -255,7 +255,10 @@ def _check_forms(headers: Mapping[Path, Mapping[str, Any]]) -> None:
         content = np.memmap(path, mode="r")[path.stat().st_size - max(_ends(header), default=0) :]
         for name, entry in ((name, header[name]) for name in filter(_SCALE.search, header)):
             form, exponent = EXPONENTS[entry["dtype"]]
-            if np.any(content[slice(*entry["data_offsets"])].view(form) & exponent == exponent):
+            stored = content[slice(*entry["data_offsets"])]
+            if len(stored) != math.prod(entry["shape"]) * np.dtype(form).itemsize:
+                raise ModelError(f"{_shown(path)}: {name} is not whole; {_AGAIN}")
+            if np.any(stored.view(form) & exponent == exponent):
                 raise ModelError(f"{_shown(path)}: {name} is not a number (NaN or infinite); {_AGAIN}")
     has_scales = scales or any(_BESIDE_SCALE.search(name) for name in entries)
     if has_scales or any(re.search(r"fp8.*scaled", _shown(path).name) for path in headers):

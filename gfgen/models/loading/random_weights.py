@@ -259,9 +259,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# Single weights -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """The weights that a pipeline of this checkpoint has after loading."""
@@ -307,9 +304,6 @@ def _check_there(where: str, lacking: Collection[str]) -> None:
     if lacking:
         reason = "the files of the model have changed since it was loaded"
         raise ModelError(f"{where}: lacks {named(sorted(lacking), 'weight')}; {reason}")
-
-
-# Tiny models ----------------------------------------------------------------------------------------
 
 
 TINY = tuple(sorted(path.name for path in CONFIGS.glob("tiny-*")))

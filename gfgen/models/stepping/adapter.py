@@ -454,25 +454,27 @@ def with_embeddings(pipeline: Any, arguments: Mapping[str, Any], *, device: str)
     if is_large and texts["negative_"] is None and pipeline.config.get("force_zeros_for_empty_prompt"):
         del texts["negative_"]  # the call makes zeros
     expand = getattr(pipeline, "maybe_convert_prompt", lambda text, _: text)  # words of several vectors
-    parts = [weighted(expand(text or "", pipeline.tokenizer)) for text in texts.values()]
+    parts = [weighted(text or "") for text in texts.values()]
     options = {"returned_embeddings_type": kind, "truncate_long_prompts": False, "device": device}
     makers = []  # new for each job: they keep an embedding, which LoRAs change
     for end in ("", "_2"):
         if (encoder := getattr(pipeline, f"text_encoder{end}", None)) is not None:
             makers.append(Compel(getattr(pipeline, f"tokenizer{end}"), encoder, **options))
-    embeds: Any = torch.cat([_embeddings(maker, parts) for maker in makers], dim=-1)
+    embeds: Any = torch.cat([_embeddings(maker, parts, expand) for maker in makers], dim=-1)
     made = dict(zip((f"{name}prompt_embeds" for name in texts), embeds.split(1), strict=True))
     for name, each in zip(texts, parts, strict=True) if is_large else ():
-        plain = " ".join(text for part in each for text, _ in part)
         provider = makers[-1].conditioning_provider
+        plain = " ".join(expand(text, provider.tokenizer) for part in each for text, _ in part)
         made[f"{name}pooled_prompt_embeds"] = provider.get_pooled_embeddings([plain], device=device)
     return {name: arguments[name] for name in arguments if name not in ("prompt", "negative_prompt")} | made
 
 
-def _embeddings(maker: Any, texts: list[Parts]) -> torch.Tensor:
+def _embeddings(maker: Any, texts: list[Parts], expand: Callable[[str, Any], str]) -> torch.Tensor:
     """[texts, tokens, channels]; all as long as the longest."""
     from compel.prompt_parser import Conjunction, FlattenedPrompt
 
-    prompts = (Conjunction([FlattenedPrompt(part) for part in parts]) for parts in texts)
+    words = maker.conditioning_provider.tokenizer
+    every = ([[(expand(text, words), weight) for text, weight in part] for part in parts] for parts in texts)
+    prompts = (Conjunction([FlattenedPrompt(part) for part in parts]) for parts in every)
     made = [maker.build_conditioning_tensor_for_conjunction(prompt)[0] for prompt in prompts]
     return torch.cat(maker.pad_conditioning_tensors_to_same_length(made))

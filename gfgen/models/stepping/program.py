@@ -289,9 +289,6 @@ class _AsGlobals(ast.NodeTransformer):
         return ast.copy_location(made, node)
 
 
-# Names that statements read and change --------------------------------------------------------------
-
-
 MUTATORS = frozenset(
     ("add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
 )

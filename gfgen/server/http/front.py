@@ -227,9 +227,6 @@ async def _repeat(pause_s: float, work: Callable[[], Any]) -> None:
             logger.exception("periodic work of the HTTP process failed")
 
 
-# The application -----------------------------------------------------------------------------------
-
-
 TITLE = "gfgen"
 _MODULES = (routes_jobs, routes_images, routes_batches, routes_server, a1111)
 _ROUTERS = [router for module in _MODULES for router in module.ROUTERS]

@@ -250,9 +250,6 @@ def _without_run(stored: StoredJob) -> ManifestLine:
     }
 
 
-# Files of requests -----------------------------------------------------------------------------------
-
-
 _OUTPUT, _ERRORS = "file-output_", "file-errors_"
 """Prefixes of the ids of results; the rest is the batch's id."""
 _PURPOSES = get_args(server_schemas.Purpose)
