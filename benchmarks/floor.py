@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,8 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measured import device_ms
+from benchmarks.measured import device_ms, host_s
+from gfgen.gfc.cuda.captured import CapturedAlone
 from gfgen.models.fast.kernels import using
 from gfgen.models.parallel.hooks import install
 from gfgen.models.stepping.adapter import prepare_kernels
@@ -31,7 +31,7 @@ PRODUCTS = ("addmm", "mm", "bmm")
 Run = Callable[[], Any]
 
 
-def flux(device: str, *, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
+def flux(*, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
     """Flux.1-dev at 1024x1024 with 512 text tokens."""
     heads, layers, side, text = (2, 1, 4, 8) if is_tiny else (24, 19, 64, 512)
     model = diffusers.FluxTransformer2DModel(
@@ -49,7 +49,7 @@ def flux(device: str, *, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
     }
 
 
-def cogvideox(device: str, *, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
+def cogvideox(*, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
     """CogVideoX-5B at 720x480x49 with both branches of guidance."""
     heads, layers, frames, height, width = (2, 2, 2, 4, 4) if is_tiny else (48, 42, 13, 60, 90)
     model = diffusers.CogVideoXTransformer3DModel(
@@ -60,7 +60,9 @@ def cogvideox(device: str, *, is_tiny: bool) -> tuple[Any, Mapping[str, Any]]:
         "hidden_states": torch.randn(2, frames, 16, height, width),
         "encoder_hidden_states": torch.randn(2, 226, 4096),
         "timestep": torch.full((2,), 500),
-        "image_rotary_emb": get_3d_rotary_pos_embed(64, ends, ends[1], frames, device=torch.device(device)),
+        "image_rotary_emb": get_3d_rotary_pos_embed(
+            64, ends, ends[1], frames, device=torch.get_default_device()
+        ),
     }
 
 
@@ -97,37 +99,28 @@ class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def median_ms(run: Run, *, is_on_gpu: bool) -> float:
-    def timed() -> float:
-        if is_on_gpu:
-            return device_ms(run)
-        began_s = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - began_s)
-
-    return statistics.median([timed() for _ in range(WARM_UPS + REPEATS)][WARM_UPS:])
+    times_ms = [device_ms(run) if is_on_gpu else 1e3 * host_s(run) for _ in range(WARM_UPS + REPEATS)]
+    return statistics.median(times_ms[WARM_UPS:])
 
 
 def in_graph(run: Run, *, is_on_gpu: bool) -> Run:
     if not is_on_gpu:
         return run
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return CapturedAlone(run).replay
 
 
 @torch.no_grad()
 def main() -> None:
+    """Print the times, in milliseconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", choices=("flux", "cogvideox"))
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    device = "cpu" if asked.tiny else "cuda"
-    torch.set_default_device(device)
+    torch.set_default_device("cpu" if asked.tiny else "cuda")
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(1)
-    model, inputs = {"flux": flux, "cogvideox": cogvideox}[asked.model](device, is_tiny=asked.tiny)
+    model, inputs = {"flux": flux, "cogvideox": cogvideox}[asked.model](is_tiny=asked.tiny)
     on_gpu = {"is_on_gpu": not asked.tiny}
     with Noted(model) as noted, using("own"):
         model(**inputs)

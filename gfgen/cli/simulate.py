@@ -31,7 +31,7 @@ from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, check_own, read_manifest
-from gfgen.runtime.files.ownership import check_no_run
+from gfgen.runtime.files.ownership import check_no_run, is_of_a_run
 from gfgen.runtime.files.trace import TraceWriter
 from gfgen.runtime.predict.cost import uncertain
 from gfgen.runtime.predict.profile_file import Profile
@@ -205,10 +205,7 @@ def _held(output: Path | None, folders: Iterable[Path | None]) -> Iterator[None]
         earlier = [] if output is None else [output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")]
         for manifest in earlier:  # which must not be compared with this one
             folder = manifest.parent
-            with contextlib.suppress(InputError):  # it is of a run
-                check_no_run(folder)
-                if not read_manifest(manifest):
-                    continue
+            if read_manifest(manifest) and (folder in held or not is_of_a_run(folder)):
                 with contextlib.nullcontext() if folder in held else hold_folder(folder):
                     manifest.unlink()
                     (folder / TRACE_NAME).unlink(missing_ok=True)

@@ -423,24 +423,23 @@ def _check_numbers(path: Path) -> None:
         entries = {name: x for name, x in json.loads(file.read(length)).items() if name != "__metadata__"}
     content = np.memmap(path, mode="r")
 
-    def bits_of(name: str) -> Any:
-        """Its numbers, without signs; whole numbers as they are."""
+    def is_zero(name: str) -> bool:
         begin, end = (start + offset for offset in entries[name]["data_offsets"])
-        if (kind := EXPONENTS.get(entries[name]["dtype"])) is None:
-            return content[begin:end]
-        bits = content[begin:end].view(kind[0])
-        if np.any((bits & kind[1]) == kind[1]):
-            raise LoraError(f"{path}: {name} has NaN or infinity")
-        return bits << 1
+        kind = EXPONENTS.get(entries[name]["dtype"])
+        bits: Any = content[begin:end] if kind is None else content[begin:end].view(kind[0]) << 1  # no signs
+        return not np.any(bits)
 
-    off = tuple(name[:-5] for name in entries if name.endswith("alpha") and not np.any(bits_of(name)))
+    off = tuple(name[:-5] for name in entries if name.endswith("alpha") and is_zero(name))
     has_effect = []
     for name, entry in entries.items():
-        if entry["dtype"] not in EXPONENTS and not name.endswith("alpha"):
+        if (kind := EXPONENTS.get(entry["dtype"])) is not None:
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            if np.any((content[begin:end].view(kind[0]) & kind[1]) == kind[1]):
+                raise LoraError(f"{path}: {name} has NaN or infinity")
+            if _UP.search(name):
+                has_effect.append(not (is_zero(name) or (name.startswith(off) and _SCALED.search(name))))
+        elif not name.endswith("alpha"):
             accepted = "floating-point numbers are accepted"
             raise LoraError(f"{path}: {name} has the type {entry['dtype']}; {accepted}")
-        bits = bits_of(name)
-        if _UP.search(name):
-            has_effect.append(np.any(bits) and not (name.startswith(off) and _SCALED.search(name)))
     if has_effect and not any(has_effect):
         raise LoraError(f"{path}: has no effect, because its second factors or alphas are all 0")

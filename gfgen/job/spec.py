@@ -330,12 +330,12 @@ def lack_of(name: str) -> str | None:
         try:
             command = [ffmpeg_path(), "-hide_banner", "-encoders"]
             found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
-            if found.returncode:
-                raise OutputError(f"{command[0]} ends with {found.returncode}; {OTHER_FFMPEG}")
         except (OSError, OutputError, subprocess.TimeoutExpired) as error:
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise  # told as a limit
             return f"ffmpeg cannot be used: {error}"
+        if found.returncode:
+            return f"ffmpeg cannot be used: {command[0]} ends with {found.returncode}; {OTHER_FFMPEG}"
         missing = [each for each in ENCODERS[name].split() if f" {each} ".encode() not in found.stdout]
         return f"this ffmpeg has no encoder {missing[0]}" if missing else None
     return None

@@ -117,8 +117,8 @@ class Case:
         spec = asked(*((self.loras[idx], scale) for idx, scale in loras), target=target)
         return replace(spec, **SMALL, **FIELDS[self.pipeline])
 
-    def call(self, pipeline: Any) -> Tensor:
-        """The latents of diffusers' own call."""
+    def call(self, pipeline: Any, **changed: Any) -> Tensor:
+        """The latents of diffusers' own call, with these arguments changed."""
         fields = {name: value for name, value in FIELDS[self.pipeline].items() if name != "frames"}
         if self.pipeline == WAN:
             fields["num_frames"] = 5
@@ -126,7 +126,7 @@ class Case:
             fields["negative_prompt"] = " " if self.pipeline == QWEN else ""
         given = {"prompt": "a fox", "width": 64, "height": 64, "num_inference_steps": 3, **fields}
         noise = torch.Generator().manual_seed(5)
-        made = pipeline(**given, output_type="latent", generator=noise)
+        made = pipeline(**given | changed, output_type="latent", generator=noise)
         found: Tensor = made.frames if self.pipeline == WAN else made.images
         return found
 
@@ -433,16 +433,7 @@ def test_both_branches_on_a_gpu_where_one_forward_of_both_is_faster(
     spec = replace(case.job(), width=512, height=512, negative_prompt="blurry, a dog on a beach")
     found = latents_of(adapter, spec)
     own = case.theirs(dtype=torch.bfloat16).to("cuda")
-    theirs = own(
-        prompt=spec.prompt,
-        negative_prompt=spec.negative_prompt,
-        true_cfg_scale=2.0,
-        width=512,
-        height=512,
-        num_inference_steps=3,
-        output_type="latent",
-        generator=torch.Generator().manual_seed(5),
-    ).images
+    theirs = case.call(own, width=512, height=512, negative_prompt=spec.negative_prompt)
     far = (found.reshape(theirs.shape).float() - theirs.float()).abs()
     assert far.max() < 0.02 * theirs.abs().max()
     monkeypatch.setattr(guidance, "BATCH_RULES", ())

@@ -158,7 +158,7 @@ class PipelineGeometry:
         )
         first = Trajectory(spec.id, rules.known(spec.steps), artifacts)
         reused, more = rules.with_reuse(first, spec, output=None), spec.num_refined
-        return replace(reused, num_steps=first.num_steps + more, num_refined=more)
+        return replace(reused, num_steps=reused.num_steps + more, num_refined=more)
 
     def num_tokens(self, spec: JobSpec) -> int:
         """At least those of one frame, and 1 if they are unknown: as many ranks can share them."""

@@ -122,10 +122,10 @@ class PipelineAdapter(Adapter):
 
     def _begin_second_pass(self, spec: JobSpec, latents: Fields) -> Fields:
         """Each rank of a layout does the same."""
-        output = self._call(spec).decode(latents)
-        if not _floats(output).isfinite().all():
+        pictures = _floats(self._call(spec).decode(latents))
+        if not pictures.isfinite().all():
             raise ModelError("NaN or infinity in the first pass's picture; --vae-dtype float32 may help")
-        first = as_frames(output)
+        first = to_uint8(pictures.movedim(-1, 1))
         signature = known(call_of_second_pass(self._signature))
         picture = Image.fromarray(first[0].cpu().numpy())  # as its PNG would be read
         picture = picture.resize(known(spec.enlarged), Image.Resampling.LANCZOS)

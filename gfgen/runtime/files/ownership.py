@@ -83,11 +83,15 @@ def check_records(output_dir: Path) -> None:
         check_appendable(output_dir / name)
 
 
+def is_of_a_run(folder: Path) -> bool:
+    """Whether a run wrote to the folder; a stopped simulation leaves an empty manifest, too."""
+    if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
+        return True
+    return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
+
+
 def check_no_run(folder: Path) -> None:
-    """Raises InputError if a run wrote to the folder; a stopped simulation leaves an empty manifest, too."""
-    entries = read_manifest(folder / MANIFEST_NAME).values()
-    has_records = any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER))
-    if has_records or any(not entry.get(SIMULATED) for entry in entries):
+    if is_of_a_run(folder):
         raise InputError(f"--output {folder}: contains files of a run; name another folder")
 
 

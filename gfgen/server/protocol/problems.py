@@ -125,7 +125,7 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
     A null says as much as leaving the field out.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    job = model.job_of(given)
+    known, job = _known(model), model.job_of(given)
     problems = [Problem(None, name, None, "missing") for name in model.required if name not in job]
     _, of_job = parse_fields({"prompt": "an example", **job}, images=NO_PATHS)
     problems += renamed(of_job, model.names)
@@ -134,7 +134,7 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
         found = model.model_validate(own, context=job)
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
-    problems += [_not_a_field(name, model) for name in given if name not in _known(model)]
+    problems += [_not_a_field(name, model) for name in given if name not in known]
     if problems:
         raise refused(problems, status=400)
     return found
